@@ -1,0 +1,130 @@
+"""Settings of every role: CLI > BATON_* environment > TOML file > default. An unknown key is an error, wherever it is.
+
+One flat, frozen set serves all commands; each reads the fields it needs. `baton check-config` prints the effective set.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from common.errors import StartupError
+
+ENV_PREFIX: Final = "BATON_"
+# Read by the test-suite and by the supervisor, not settings.
+ENV_RESERVED: Final = frozenset({"BATON_CONFIG"})
+
+
+class Settings(BaseModel):
+    """Units stand in names. Addresses are what this process binds; `advertise_host` is what others dial."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # where
+    host: str = Field("127.0.0.1", description="address that HTTP and gRPC listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port of the router")
+    grpc_port: int = Field(
+        0, ge=0, le=65535, description="gRPC port (router: public API; worker: sessions); 0 picks a free one"
+    )
+    metrics_port: int = Field(0, ge=0, le=65535, description="a worker's Prometheus port; 0 picks a free one")
+    advertise_host: str = Field("", description="address that peers dial; default: host")
+    redis_url: SecretStr = Field(
+        SecretStr(""), description="redis://… or unix://…; empty: `baton serve` starts its own"
+    )
+    cluster: str = Field(
+        "default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="name that separates clusters in one Redis"
+    )
+    worker_id: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9_.-]{0,64}$",
+        description="stable name of this worker; default: role and a random suffix",
+    )
+
+    # what
+    model: str = Field("", description="Hugging Face folder; empty: the default model, fetched on first use")
+    served_model_name: str = Field("", description="name in the API; default: the folder's name")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="weights and KV cache; auto: as the model says"
+    )
+    max_model_len: int = Field(0, ge=0, description="context in tokens; 0: the model's own")
+
+    # how many (baton serve)
+    prefill: int = Field(1, ge=0, le=64, description="prefill workers of the local cluster")
+    decode: int = Field(1, ge=1, le=64, description="decode workers of the local cluster")
+
+    # KV memory and scheduling
+    block_size: int = Field(16, ge=1, le=256, description="tokens a KV block")
+    kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, description="bytes of KV cache a worker preallocates")
+    prefill_budget_tokens: int = Field(2048, ge=16, description="most tokens a prefill step computes")
+    max_running: int = Field(64, ge=1, description="most sequences a worker runs at once")
+    max_waiting: int = Field(1024, ge=1, description="most sequences a worker, or requests a router, lets wait")
+    num_threads: int = Field(0, ge=0, description="compute threads of a worker; 0: cores shared among local workers")
+
+    # transfer
+    landing_slots: int = Field(32, ge=2, description="slots of a decode worker's landing ring")
+    landing_slot_bytes: int = Field(1 << 20, ge=64 << 10, description="bytes of one landing slot")
+    transfer_lease_s: float = Field(2.0, gt=0, description="silence after which a transfer's peer counts as dead")
+    ucx_library: str = Field("", description="path of libucp; empty: the system's, then the wheel's")
+    ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: lo on loopback, else UCX's choice")
+
+    # deadlines
+    request_timeout_s: float = Field(600.0, gt=0, description="default and upper bound of a request's deadline")
+    shutdown_grace_s: float = Field(
+        3.0, ge=0, description="time that running requests get when a process is told to stop"
+    )
+
+    # logs
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+    @property
+    def dial_host(self) -> str:
+        return self.advertise_host or self.host
+
+
+def load_settings(
+    cli: dict[str, Any], *, config: Path | None = None, environ: dict[str, str] | None = None
+) -> Settings:
+    """Merge the four sources. `cli` holds only what was given. Raises StartupError naming source, key and remedy."""
+    env = dict(os.environ if environ is None else environ)
+    path = config or (Path(env["BATON_CONFIG"]) if env.get("BATON_CONFIG") else None)
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, values in (
+        (f"file {path}", _read_toml(path) if path else {}),
+        ("environment", _read_env(env)),
+        ("command line", {k: v for k, v in cli.items() if v is not None}),
+    ):
+        for key, value in values.items():
+            if key not in Settings.model_fields:
+                name = f"{ENV_PREFIX}{key.upper()}" if source == "environment" else key
+                raise StartupError(f"unknown setting {name!r} in {source}: `baton check-config` lists the known ones")
+            merged[key] = value
+            origin[key] = source
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        raise StartupError(f"bad value for {key!r} in {origin.get(key, 'defaults')}: {first['msg']}") from None
+
+
+def _read_env(env: dict[str, str]) -> dict[str, str]:
+    return {
+        key.removeprefix(ENV_PREFIX).lower(): value
+        for key, value in env.items()
+        if key.startswith(ENV_PREFIX) and key not in ENV_RESERVED
+    }
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise StartupError(f"can't read the settings file {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise StartupError(f"settings file {path} is not TOML: {error}") from None

@@ -1,0 +1,61 @@
+"""Shape of the paged KV cache, and the pieces in which blocks travel. No torch here: routers and tests import it.
+
+One layer's pool, and one block of it (what a block table entry points at):
+
+    pool  [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    block            [2, num_kv_heads, block_size, head_dim]      2: K then V
+    slot  = block_id * block_size + offset                        one token's place in a layer's pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+LAYOUT_NAME: Final = "layer,block,kv,head,token,dim"
+DTYPE_BYTES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """dtype: "float32" or "bfloat16"."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer, K and V."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers."""
+        return self.num_layers * self.block_bytes // self.block_size
+
+
+class KvStore(Protocol):
+    """What a KV cache offers to transfer. Both calls copy and may run in any thread.
+
+    The caller guarantees that the blocks are not reused, and (scatter) not read, during the call.
+    Bytes are layer-major, then block, each block as in the layout above, densely packed:
+    len(out) == num_layers * len(block_ids) * layout.block_bytes.
+    """
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    def gather(
+        self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]
+    ) -> None: ...
+
+    def scatter(
+        self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]
+    ) -> None: ...

@@ -1,0 +1,104 @@
+"""What the two services exchange with this library. No I/O here.
+
+Ownership. The sequence that a transfer belongs to owns its blocks and frees them; the library only copies out of
+(sender) or into (receiver) them, inside the windows stated at `OutgoingTransfer` and `KvReceiver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import BatonError
+from common.kvcache.layout import KvLayout
+from common.sampling_params import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """epoch: one incarnation; a frame that names another epoch is refused."""
+
+    worker_id: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """What both sides must agree on. `mismatch` names the first field that differs."""
+
+    model_fingerprint: str
+    layout_name: str
+    layout: KvLayout
+
+    def mismatch(self, other: KvFormat) -> str | None:
+        """One line naming the field and both values, or None where all agree."""
+        mine, theirs = self._fields(), other._fields()
+        return next((f"{k}: {mine[k]!r} here, {theirs[k]!r} there" for k in mine if mine[k] != theirs[k]), None)
+
+    def _fields(self) -> dict[str, object]:
+        own = {name: getattr(self.layout, name) for name in KvLayout.__slots__}
+        return {"model_fingerprint": self.model_fingerprint, "layout": self.layout_name, **own}
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTarget:
+    """Where a reservation waits. secret: 16 random bytes, the proof that the bearer was given this reservation."""
+
+    address: str
+    worker: WorkerIdentity
+    secret: bytes
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """The sampler's state, closing a transfer.
+
+    num_computed_tokens: tokens whose KV the receiver holds after commit. finish_reason: set if the first token
+    already ended the request; then the blocks only enter the cache.
+    """
+
+    num_computed_tokens: int
+    first_token_id: int
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """seconds: first piece to commit; num_bytes: payload put, resends included."""
+
+    seconds: float
+    num_bytes: int
+
+
+class OutgoingTransfer(Protocol):
+    """One sequence's KV on its way out. All methods are thread-safe, return at once, and are no-ops after the end.
+
+    `on_gathered(n)`: the first n of the pushed blocks were copied out: the library will not read them again.
+    `on_end(stats | error)`: exactly once, last; nothing is read after it. Both run in the library's threads or on
+    its event loop: hand over to your own.
+    """
+
+    def push(self, block_ids: Sequence[int]) -> None:
+        """The next blocks of the sequence, in order, whose KV is final. They must stay valid until gathered."""
+
+    def commit(self, handoff: Handoff) -> None:
+        """No more blocks follow. Ends with stats once the receiver verified everything."""
+
+    def abort(self) -> None:
+        """Give up; ends with ErrorKind.CANCELLED. A gather under way is waited for (≤ one piece), then none follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderCallbacks:
+    on_gathered: Callable[[int], None]
+    on_end: Callable[[TransferStats | BatonError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverCallbacks:
+    """Called at most once each, and only one of the two: verified and closed, or failed. In the library's threads."""
+
+    on_commit: Callable[[Handoff, TransferStats], None]
+    on_fail: Callable[[BatonError], None]
