@@ -5,8 +5,11 @@ One flat, frozen set serves all commands; each reads the fields it needs. `baton
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -86,11 +89,26 @@ class Settings(BaseModel):
         return self.advertise_host or self.host
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings and, for each key that is not at its default, where its value came from."""
+
+    settings: Settings
+    origin: Mapping[str, str]
+
+
 def load_settings(
-    cli: dict[str, Any], *, config: Path | None = None, environ: dict[str, str] | None = None
+    cli: Mapping[str, Any], *, config: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
     """Merge the four sources. `cli` holds only what was given. Raises StartupError naming source, key and remedy."""
-    env = dict(os.environ if environ is None else environ)
+    return resolve_settings(cli, config=config, environ=environ).settings
+
+
+def resolve_settings(
+    cli: Mapping[str, Any], *, config: Path | None = None, environ: Mapping[str, str] | None = None
+) -> Resolved:
+    """As load_settings, with the origin of each value. None in `cli` means not given."""
+    env = os.environ if environ is None else environ
     path = config or (Path(env["BATON_CONFIG"]) if env.get("BATON_CONFIG") else None)
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -101,19 +119,25 @@ def load_settings(
     ):
         for key, value in values.items():
             if key not in Settings.model_fields:
-                name = f"{ENV_PREFIX}{key.upper()}" if source == "environment" else key
-                raise StartupError(f"unknown setting {name!r} in {source}: `baton check-config` lists the known ones")
+                raise StartupError(_unknown_key(key, source))
             merged[key] = value
             origin[key] = source
     try:
-        return Settings(**merged)
+        return Resolved(Settings(**merged), origin)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
         raise StartupError(f"bad value for {key!r} in {origin.get(key, 'defaults')}: {first['msg']}") from None
 
 
-def _read_env(env: dict[str, str]) -> dict[str, str]:
+def _unknown_key(key: str, source: str) -> str:
+    name = f"{ENV_PREFIX}{key.upper()}" if source == "environment" else key
+    close = difflib.get_close_matches(key, Settings.model_fields, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown setting {name!r} in {source}: {hint}`baton check-config` lists the known ones"
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, str]:
     return {
         key.removeprefix(ENV_PREFIX).lower(): value
         for key, value in env.items()
@@ -123,8 +147,8 @@ def _read_env(env: dict[str, str]) -> dict[str, str]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StartupError(f"can't read the settings file {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"settings file {path} is not TOML: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,10 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 def generate(out: Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.proto"))
     outs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *outs, *sources], check=True, cwd=ROOT)
+    # The plug-ins lie beside the interpreter, which need not be on the caller's PATH.
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *outs, *sources]
+    subprocess.run(command, check=True, cwd=ROOT, env=env)
 
 
 def main() -> int:

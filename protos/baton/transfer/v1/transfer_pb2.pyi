@@ -133,7 +133,7 @@ class OpenTransfer(_message.Message):
     transfer_id: _builtins.str
     secret: _builtins.bytes
     expected_bytes: _builtins.int
-    """Bytes still to come, so that slots are granted fairly."""
+    """Bytes to come in all; refused unless equal to what the reservation lacks."""
     def __init__(
         self,
         *,
@@ -148,6 +148,35 @@ class OpenTransfer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenTransfer: _TypeAlias = OpenTransfer  # noqa: Y015
+
+@_typing.final
+class RequestSlots(_message.Message):
+    """The sender has KV at hand. Slots are granted on request only, so that a
+    transfer whose KV is still being computed holds none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    TOTAL_SLOTS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    total_slots: _builtins.int
+    """Slots wanted since OpenTransfer, in all: a later frame holds a larger
+    count. For a refused piece (SlotLanded.accepted) none need be requested.
+    """
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        total_slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["total_slots", b"total_slots", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestSlots: _TypeAlias = RequestSlots  # noqa: Y015
 
 @_typing.final
 class SlotGrant(_message.Message):
@@ -444,7 +473,7 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
-class ChannelRequest(_message.Message):
+class SenderFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -454,6 +483,7 @@ class ChannelRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    REQUEST_SLOTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -468,6 +498,8 @@ class ChannelRequest(_message.Message):
     def returned(self) -> Global___ReturnSlots: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def request_slots(self) -> Global___RequestSlots: ...
     def __init__(
         self,
         *,
@@ -478,19 +510,40 @@ class ChannelRequest(_message.Message):
         abort: Global___AbortTransfer | None = ...,
         returned: Global___ReturnSlots | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        request_slots: Global___RequestSlots | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "frame", b"frame", "heartbeat", b"heartbeat", "hello", b"hello", "open", b"open", "returned", b"returned", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "frame", b"frame", "heartbeat", b"heartbeat", "hello", b"hello", "open", b"open", "request_slots", b"request_slots", "returned", b"returned", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "frame", b"frame", "heartbeat", b"heartbeat", "hello", b"hello", "open", b"open", "returned", b"returned", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "frame", b"frame", "heartbeat", b"heartbeat", "hello", b"hello", "open", b"open", "request_slots", b"request_slots", "returned", b"returned", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "open", "written", "commit", "abort", "returned", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "open", "written", "commit", "abort", "returned", "heartbeat", "request_slots"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+Global___SenderFrame: _TypeAlias = SenderFrame  # noqa: Y015
+
+@_typing.final
+class ChannelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___SenderFrame]: ...
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___SenderFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChannelRequest: _TypeAlias = ChannelRequest  # noqa: Y015
 
 @_typing.final
-class ChannelResponse(_message.Message):
+class ReceiverFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
@@ -528,5 +581,25 @@ class ChannelResponse(_message.Message):
     _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "grant", "landed", "committed", "ended", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+Global___ReceiverFrame: _TypeAlias = ReceiverFrame  # noqa: Y015
+
+@_typing.final
+class ChannelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceiverFrame]: ...
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___ReceiverFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChannelResponse: _TypeAlias = ChannelResponse  # noqa: Y015

@@ -34,12 +34,16 @@ class TransferServiceStub:
     Hello ------------------------------->   compare, else refuse
     <------------------------- Welcome (transport descriptor)
     Open(transfer_id, secret) ----------->   check the reservation
+    RequestSlots(n), as KV becomes final ->
     <------------------------- Grant(slot, generation) ...
     put into slot (UCX), flush
     SlotWritten(slot, generation, piece)->   verify, scatter
     <------------------------- Landed(slot, generation)
     Commit(manifest) -------------------->   all pieces landed?
-    <------------------------- Committed | TransferFailed
+    <------------------------- Committed | TransferEnded(error)
+
+    A message carries all frames that were ready when it was written. Every slot
+    granted is answered once by the sender: SlotWritten, or ReturnSlots.
     """
 
     def __init__(self, channel):
@@ -64,12 +68,16 @@ class TransferServiceServicer:
     Hello ------------------------------->   compare, else refuse
     <------------------------- Welcome (transport descriptor)
     Open(transfer_id, secret) ----------->   check the reservation
+    RequestSlots(n), as KV becomes final ->
     <------------------------- Grant(slot, generation) ...
     put into slot (UCX), flush
     SlotWritten(slot, generation, piece)->   verify, scatter
     <------------------------- Landed(slot, generation)
     Commit(manifest) -------------------->   all pieces landed?
-    <------------------------- Committed | TransferFailed
+    <------------------------- Committed | TransferEnded(error)
+
+    A message carries all frames that were ready when it was written. Every slot
+    granted is answered once by the sender: SlotWritten, or ReturnSlots.
     """
 
     def Channel(self, request_iterator, context):
@@ -103,12 +111,16 @@ class TransferService:
     Hello ------------------------------->   compare, else refuse
     <------------------------- Welcome (transport descriptor)
     Open(transfer_id, secret) ----------->   check the reservation
+    RequestSlots(n), as KV becomes final ->
     <------------------------- Grant(slot, generation) ...
     put into slot (UCX), flush
     SlotWritten(slot, generation, piece)->   verify, scatter
     <------------------------- Landed(slot, generation)
     Commit(manifest) -------------------->   all pieces landed?
-    <------------------------- Committed | TransferFailed
+    <------------------------- Committed | TransferEnded(error)
+
+    A message carries all frames that were ready when it was written. Every slot
+    granted is answered once by the sender: SlotWritten, or ReturnSlots.
     """
 
     @staticmethod

@@ -35,12 +35,16 @@ class TransferServiceStub:
         Hello ------------------------------->   compare, else refuse
                    <------------------------- Welcome (transport descriptor)
         Open(transfer_id, secret) ----------->   check the reservation
+        RequestSlots(n), as KV becomes final ->
                    <------------------------- Grant(slot, generation) ...
         put into slot (UCX), flush
         SlotWritten(slot, generation, piece)->   verify, scatter
                    <------------------------- Landed(slot, generation)
         Commit(manifest) -------------------->   all pieces landed?
-                   <------------------------- Committed | TransferFailed
+                   <------------------------- Committed | TransferEnded(error)
+
+    A message carries all frames that were ready when it was written. Every slot
+    granted is answered once by the sender: SlotWritten, or ReturnSlots.
     """
 
     @_typing.overload
@@ -59,12 +63,16 @@ class TransferServiceAsyncStub(TransferServiceStub):
         Hello ------------------------------->   compare, else refuse
                    <------------------------- Welcome (transport descriptor)
         Open(transfer_id, secret) ----------->   check the reservation
+        RequestSlots(n), as KV becomes final ->
                    <------------------------- Grant(slot, generation) ...
         put into slot (UCX), flush
         SlotWritten(slot, generation, piece)->   verify, scatter
                    <------------------------- Landed(slot, generation)
         Commit(manifest) -------------------->   all pieces landed?
-                   <------------------------- Committed | TransferFailed
+                   <------------------------- Committed | TransferEnded(error)
+
+    A message carries all frames that were ready when it was written. Every slot
+    granted is answered once by the sender: SlotWritten, or ReturnSlots.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,12 +87,16 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         Hello ------------------------------->   compare, else refuse
                    <------------------------- Welcome (transport descriptor)
         Open(transfer_id, secret) ----------->   check the reservation
+        RequestSlots(n), as KV becomes final ->
                    <------------------------- Grant(slot, generation) ...
         put into slot (UCX), flush
         SlotWritten(slot, generation, piece)->   verify, scatter
                    <------------------------- Landed(slot, generation)
         Commit(manifest) -------------------->   all pieces landed?
-                   <------------------------- Committed | TransferFailed
+                   <------------------------- Committed | TransferEnded(error)
+
+    A message carries all frames that were ready when it was written. Every slot
+    granted is answered once by the sender: SlotWritten, or ReturnSlots.
     """
 
     @_abc_1.abstractmethod

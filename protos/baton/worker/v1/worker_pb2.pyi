@@ -203,7 +203,9 @@ class ReserveCommand(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     PREFILL_HERE_FIELD_NUMBER: _builtins.int
     prefill_here: _builtins.bool
-    """True: no prefill worker is involved; compute the KV here and decode on."""
+    """True: no prefill worker is involved; compute the KV here and decode on.
+    No Reserved frame is sent then, and this leg emits the first token, too.
+    """
     @_builtins.property
     def spec(self) -> Global___SequenceSpec: ...
     def __init__(
@@ -447,15 +449,22 @@ class SequenceOutput(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    LEG_ENDED_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     first_index: _builtins.int
     """Index in the whole output of the first of token_ids."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set in this leg's last frame only. A prefill leg's last frame has none
-    unless its token ends the request.
+    """Set with the token that ends the request, or alone where a decode leg ends
+    without a token of its own (abort; the first token was already the last).
+    A prefill leg sends it with its first token; its last frame, which comes
+    when the transfer has ended, does not repeat it.
     """
     num_cached_tokens: _builtins.int
     """Tokens whose KV this leg found in its prefix cache; set in its last frame."""
+    leg_ended: _builtins.bool
+    """This leg's last frame, whatever the cause (success, error or abort): it
+    has let go of everything. Exactly one such frame a leg.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -476,10 +485,11 @@ class SequenceOutput(_message.Message):
         error: _common_pb2.ErrorDetail | None = ...,
         num_cached_tokens: _builtins.int = ...,
         timings: Global___Timings | None = ...,
+        leg_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "first_index", b"first_index", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings", "token_ids", b"token_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "first_index", b"first_index", "leg_ended", b"leg_ended", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings", "token_ids", b"token_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

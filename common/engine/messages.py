@@ -1,0 +1,180 @@
+"""What goes into an engine and what comes out of it, free of protobuf: a session converts, a scheduler decides.
+
+session ── Command ──► engine inbox ──► scheduler ──► EngineNews ──► session, metrics, registry publisher
+KV transfer ── TransferEvent ──┘                      (one a step)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.errors import BatonError
+from common.kvcache.prefix_cache import CacheChanges
+from common.sampling_params import FinishReason, SamplingParams
+from kv_transfer.types import Handoff, TransferStats, TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What both legs need to know of a request.
+
+    transfer_id: ours, never reused. request_id: the client's, for logs only. token_ids: the prompt, then what was
+    emitted before a migration. hash_seed: 16 bytes, parent of the first block's hash. deadline: monotonic seconds of
+    this process.
+    """
+
+    transfer_id: str
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    hash_seed: bytes
+    sampling: SamplingParams
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveCommand:
+    """To a decode engine. owner: the session that asks, and that gets all news. prefill_here: compute the KV, too."""
+
+    owner: int
+    spec: SequenceSpec
+    prefill_here: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCommand:
+    """To a prefill engine: compute, send the KV to `target`, answer the first token."""
+
+    owner: int
+    spec: SequenceSpec
+    target: TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCommand:
+    """Dropped where `owner` has no such sequence: it may have ended at the same moment."""
+
+    owner: int
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOwnerCommand:
+    """The session is gone: abort all that came by it, and send it nothing more."""
+
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainCommand:
+    """Refuse new sequences from now on; those accepted go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCommitted:
+    """Receiver: the KV of `transfer_id` is verified and in place. arrival: tells incarnations of an id apart."""
+
+    transfer_id: str
+    arrival: int
+    handoff: Handoff
+    stats: TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """Receiver: the KV of `transfer_id` will not come."""
+
+    transfer_id: str
+    arrival: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """Sender: nothing reads the blocks of `transfer_id` any more."""
+
+    transfer_id: str
+    arrival: int
+    result: TransferStats | BatonError
+
+
+Command = ReserveCommand | PrefillCommand | AbortCommand | AbortOwnerCommand | DrainCommand
+TransferEvent = TransferCommitted | TransferFailed | TransferEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one leg, monotonic differences of this process; 0 where a part did not happen.
+
+    queue_s: arrival to first step (or grant of the reservation). prefill_s: first step to first token.
+    transfer_s: first block sent to commit. decode_s: first decode step to the end.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LegOutput:
+    """News of one sequence. leg_ended: the last of this leg, whatever the cause; its blocks are released.
+
+    first_index: index in the whole output of the first of token_ids. num_cached_tokens, timings: in the last only.
+    """
+
+    transfer_id: str
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: BatonError | None = None
+    num_cached_tokens: int = 0
+    timings: Timings | None = None
+    leg_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A decode engine's answer to a ReserveCommand: blocks are set aside, the KV may come."""
+
+    transfer_id: str
+    target: TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """State of an engine after a step. num_free_blocks: includes cached ones that nobody references.
+
+    queued_prefill_tokens: accepted and still to be computed here. Totals count from the engine's start, in tokens for
+    the prefix cache.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_blocks: int = 0
+    queued_prefill_tokens: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
+    num_preemptions_total: int = 0
+    num_dropped_events_total: int = 0
+
+
+@dataclass(slots=True)
+class OwnerNews:
+    """What one session must hear."""
+
+    reservations: list[Reservation] = field(default_factory=list)
+    outputs: list[LegOutput] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNews:
+    """All that one round of the engine's loop brought about. step_s: None where no step ran."""
+
+    by_owner: dict[int, OwnerNews]
+    load: LoadReport
+    cache_changes: CacheChanges | None
+    step_s: float | None

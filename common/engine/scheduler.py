@@ -1,0 +1,313 @@
+"""What every scheduler does, whichever phase it serves: accept or refuse sequences, hold their blocks, end them.
+
+One round of the engine:   handle(…)*   expire   schedule ──► runner ──► complete | fail_step   take_news
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Generic, TypeVar
+
+from common.engine.batch import ScheduledSequence
+from common.engine.messages import (
+    AbortCommand,
+    AbortOwnerCommand,
+    Command,
+    DrainCommand,
+    EngineNews,
+    LegOutput,
+    LoadReport,
+    OwnerNews,
+    SequenceSpec,
+    TransferEvent,
+)
+from common.engine.sequence import Sequence, SequenceStatus, check_spec
+from common.errors import BatonError, ErrorKind, invalid
+from common.kvcache.block_pool import BlockPool
+from common.kvcache.prefix_cache import PrefixCache
+from common.sampling_params import FinishReason
+
+Post = Callable[[TransferEvent], None]
+OVERLOADED_RETRY_AFTER_S: Final = 1.0
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """chunk_budget_tokens: most tokens that the chunks of one step compute; a decode step's single tokens come on top.
+
+    max_model_len: tokens of a sequence, prompt and output; the pool must have room for their KV. max_running: sequences
+    that hold blocks to take part in steps. max_waiting: sequences that hold none yet.
+    """
+
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    chunk_budget_tokens: int
+    max_running: int
+    max_waiting: int
+
+
+class SequenceScheduler(ABC, Generic[S]):
+    """Base of both schedulers. One thread calls it. It never waits, and raises only where Baton itself has a bug.
+
+    It owns the sequences, and through their tables the references to `pool`'s blocks.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, cache: PrefixCache) -> None:
+        if config.max_model_len > pool.num_blocks * config.block_size:
+            raise ValueError(f"{config.max_model_len} tokens of context don't fit {pool.num_blocks} blocks")
+        self._config = config
+        self._pool = pool
+        self._cache = cache
+        self._sequences: dict[str, S] = {}
+        self._next_arrival = 0
+        self._draining = False
+        # No sequence's deadline is earlier; it may be early itself, once its sequence has ended.
+        self._earliest_deadline = inf
+        self._step: list[tuple[S, ScheduledSequence]] = []
+        self._by_owner: dict[int, OwnerNews] = {}
+        self._changed = False
+        self._prefix_queries_total = 0
+        self._prefix_hits_total = 0
+        self._num_preemptions_total = 0
+        self._num_dropped_events_total = 0
+
+    # What the engine calls
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended, blocks of which may still be in use."""
+        return len(self._sequences)
+
+    @property
+    def earliest_deadline(self) -> float:
+        """When `expire` must be called at the latest."""
+        return self._earliest_deadline
+
+    def handle(self, item: Command | TransferEvent, now: float) -> None:
+        """Take one command or event in. What came too late, or twice, is counted and dropped."""
+        self._changed = True
+        match item:
+            case AbortCommand():
+                sequence = self._sequences.get(item.transfer_id)
+                if sequence is not None and sequence.owner == item.owner:
+                    self._give_up(sequence, None, now)
+            case AbortOwnerCommand():
+                for sequence in [s for s in self._sequences.values() if s.owner == item.owner]:
+                    self._give_up(sequence, None, now)
+            case DrainCommand():
+                self._draining = True
+            case _:
+                self._handle_own(item, now)
+
+    def expire(self, now: float) -> None:
+        """End what has passed its deadline."""
+        if now < self._earliest_deadline:
+            return
+        for sequence in [s for s in self._sequences.values() if s.deadline <= now]:
+            sequence.deadline = inf
+            error = BatonError(ErrorKind.DEADLINE_EXCEEDED, f"the deadline passed while {sequence.status}")
+            self._give_up(sequence, error, now)
+        self._earliest_deadline = min((s.deadline for s in self._sequences.values()), default=inf)
+
+    def schedule(self, now: float) -> list[ScheduledSequence]:
+        """Decide on the next step. Empty: there is nothing to do before the next command or event."""
+        self._step = self._plan_step(now)
+        return [scheduled for _, scheduled in self._step]
+
+    def complete(self, token_ids: ListOf[int | None], now: float) -> None:
+        """The step has run; `token_ids` as Runner.execute returns them."""
+        self._changed = True
+        step, self._step = self._step, []
+        for (sequence, scheduled), token_id in zip(step, token_ids, strict=True):
+            self._advance(sequence, len(scheduled.token_ids))
+            self._after_chunk(sequence, token_id, now)
+
+    def fail_step(self, error: BatonError, now: float) -> None:
+        """The step has failed: so do its sequences, whose new KV can't be trusted."""
+        self._changed = True
+        step, self._step = self._step, []
+        for sequence, _ in step:
+            self._give_up(sequence, error, now)
+
+    def stop(self, error: BatonError, now: float) -> None:
+        """End all sequences and take no more."""
+        self._changed = True
+        self._draining = True
+        for sequence in list(self._sequences.values()):
+            self._give_up(sequence, error, now)
+
+    def take_news(self, step_s: float | None) -> EngineNews | None:
+        """What happened since the last call, None where nothing did."""
+        if not self._changed:
+            return None
+        self._changed = False
+        by_owner, self._by_owner = self._by_owner, {}
+        return EngineNews(by_owner, self._load_report(), self._cache.take_changes(), step_s)
+
+    def check_integrity(self) -> None:
+        """Recount everything from scratch; raises RuntimeError naming the first fault."""
+        held = Counter(b for s in self._sequences.values() for b in s.block_table.block_ids)
+        self._pool.check_integrity(held)
+        self._cache.check_integrity()
+        for sequence in self._sequences.values():
+            blockless = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+            num_blocks = len(sequence.block_table)
+            if sequence.status == SequenceStatus.FINISHED or blockless != (num_blocks == 0):
+                raise RuntimeError(f"{sequence.transfer_id} is {sequence.status} with {num_blocks} blocks")
+
+    # What the two phases decide
+
+    @abstractmethod
+    def _handle_own(self, item: Command | TransferEvent, now: float) -> None:
+        """New sequences, and the events of transfers."""
+
+    @abstractmethod
+    def _plan_step(self, now: float) -> list[tuple[S, ScheduledSequence]]: ...
+
+    @abstractmethod
+    def _after_chunk(self, sequence: S, token_id: int | None, now: float) -> None:
+        """A chunk's KV is computed and registered; token_id is what was sampled behind it, if it was the last."""
+
+    @abstractmethod
+    def _give_up(self, sequence: S, error: BatonError | None, now: float) -> None:
+        """Let go of `sequence` as soon as nothing can touch its blocks. error None: its router aborted it.
+
+        May be called again before it has ended.
+        """
+
+    @abstractmethod
+    def _num_waiting(self) -> int:
+        """Sequences that hold no blocks."""
+
+    @abstractmethod
+    def _num_queued_tokens(self) -> int:
+        """Accepted tokens whose KV must still be computed here."""
+
+    # What they share
+
+    def _accept(self, spec: SequenceSpec, owner: int, now: float, make: type[S]) -> S | None:
+        """A new WAITING sequence, or None after telling `owner` why not."""
+        error = self._refusal(spec)
+        if error is not None:
+            self._emit(owner, LegOutput(spec.transfer_id, error=error, leg_ended=True))
+            return None
+        sequence = make(spec, owner, self._next_arrival, now, self._config.block_size)
+        self._next_arrival += 1
+        self._sequences[spec.transfer_id] = sequence
+        self._earliest_deadline = min(self._earliest_deadline, spec.deadline)
+        return sequence
+
+    def _refusal(self, spec: SequenceSpec) -> BatonError | None:
+        if self._draining:
+            return BatonError(ErrorKind.DRAINING, "this worker is stopping: send the request to another")
+        if spec.transfer_id in self._sequences:
+            return invalid(f"transfer id {spec.transfer_id} is in use: a new attempt needs a new id")
+        if self._num_waiting() >= self._config.max_waiting:
+            return BatonError(
+                ErrorKind.OVERLOADED,
+                f"{self._num_waiting()} sequences wait at this worker already (max_waiting)",
+                retry_after_s=OVERLOADED_RETRY_AFTER_S,
+            )
+        return check_spec(spec, self._config.vocab_size, self._config.max_model_len)
+
+    def _take_blocks(self, sequence: S, num_shareable_blocks: int, num_tokens: int) -> bool:
+        """Give `sequence`, which has none, blocks for positions [0, num_tokens): all, or none and False.
+
+        Up to num_shareable_blocks of its leading full blocks come from the prefix cache; these count as computed.
+        """
+        sequence.extend_hashes()
+        shared = self._cache.match(sequence.block_hashes[:num_shareable_blocks])
+        fresh = self._pool.allocate(sequence.block_table.num_missing(num_tokens) - len(shared))
+        if fresh is None:
+            self._pool.release(shared)
+            return False
+        sequence.block_table.append(shared)
+        sequence.block_table.append(fresh)
+        sequence.num_registered_blocks = len(shared)
+        sequence.num_computed_tokens = len(shared) * self._config.block_size
+        return True
+
+    def _count_prefix_hits(self, sequence: S) -> None:
+        """After the first _take_blocks of a sequence; a resumed one's hits on its own blocks are nobody's merit."""
+        sequence.num_cached_tokens = sequence.num_computed_tokens
+        self._prefix_queries_total += sequence.num_tokens
+        self._prefix_hits_total += sequence.num_cached_tokens
+
+    def _release_blocks(self, sequence: S) -> None:
+        self._pool.release(sequence.block_table.clear())
+        sequence.num_registered_blocks = 0
+
+    def _advance(self, sequence: S, num_tokens: int) -> None:
+        """The KV of the next num_tokens is final: blocks that are full now enter the prefix cache."""
+        sequence.num_computed_tokens += num_tokens
+        num_full = sequence.num_computed_tokens // self._config.block_size
+        if num_full > sequence.num_registered_blocks:
+            sequence.extend_hashes()
+            block_ids = sequence.block_table.block_ids
+            for i in range(sequence.num_registered_blocks, num_full):
+                self._cache.register(block_ids[i], sequence.block_hashes[i])
+            sequence.num_registered_blocks = num_full
+
+    def _end(
+        self,
+        sequence: S,
+        now: float,
+        *,
+        token_ids: tuple[int, ...] = (),
+        finish_reason: FinishReason | None = None,
+        error: BatonError | None = None,
+    ) -> None:
+        """The leg's last frame; blocks return to the pool. `sequence` must have left the queues already.
+
+        token_ids: the last of its tokens, which no frame has carried yet.
+        """
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceStatus.FINISHED)
+        del self._sequences[sequence.transfer_id]
+        output = LegOutput(
+            transfer_id=sequence.transfer_id,
+            first_index=sequence.num_output_tokens - len(token_ids),
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            error=error,
+            num_cached_tokens=sequence.num_cached_tokens,
+            timings=sequence.timings(now),
+            leg_ended=True,
+        )
+        self._emit(sequence.owner, output)
+
+    def _emit(self, owner: int, output: LegOutput) -> None:
+        self._news_of(owner).outputs.append(output)
+
+    def _news_of(self, owner: int) -> OwnerNews:
+        self._changed = True
+        news = self._by_owner.get(owner)
+        if news is None:
+            news = self._by_owner[owner] = OwnerNews()
+        return news
+
+    def _load_report(self) -> LoadReport:
+        num_waiting = self._num_waiting()
+        return LoadReport(
+            num_running=len(self._sequences) - num_waiting,
+            num_waiting=num_waiting,
+            num_free_blocks=self._pool.num_free,
+            num_cached_blocks=len(self._cache),
+            num_blocks=self._pool.num_blocks,
+            queued_prefill_tokens=self._num_queued_tokens(),
+            prefix_queries_total=self._prefix_queries_total,
+            prefix_hits_total=self._prefix_hits_total,
+            num_preemptions_total=self._num_preemptions_total,
+            num_dropped_events_total=self._num_dropped_events_total,
+        )
+
+    def _drop(self) -> None:
+        """A late, duplicate or unknown event: counted, never asserted on."""
+        self._num_dropped_events_total += 1

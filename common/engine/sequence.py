@@ -1,0 +1,180 @@
+"""One request's state inside one engine: tokens, blocks, progress. Mutable, and owned by one scheduler.
+
+token_ids   | prompt ............ | output ...... |
+            0                num_prompt_tokens    num_tokens
+KV          | cached | computed here ...... | not yet |
+            0   num_cached_tokens   num_computed_tokens
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from common.engine.batch import ScheduledSequence
+from common.engine.messages import SequenceSpec, Timings
+from common.errors import BatonError, ErrorKind, invalid
+from common.kvcache.block_hash import HASH_BYTES, chain_hashes
+from common.kvcache.block_table import BlockTable
+from common.sampling_params import FinishReason
+
+
+class SequenceStatus(StrEnum):
+    """WAITING: holds no blocks. RECEIVING: its KV is on the way. RUNNING: takes part in steps. PREEMPTED: gave its
+    blocks up, will be recomputed. SENDING: takes part in no more steps, a transfer may still read its blocks."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SENDING = "sending"
+    FINISHED = "finished"
+
+
+_S = SequenceStatus
+LEGAL_MOVES: Final[dict[SequenceStatus, frozenset[SequenceStatus]]] = {
+    _S.WAITING: frozenset({_S.RECEIVING, _S.RUNNING, _S.FINISHED}),
+    _S.RECEIVING: frozenset({_S.RUNNING, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.SENDING, _S.FINISHED}),
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED}),
+    _S.SENDING: frozenset({_S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+
+
+class Sequence:
+    """arrival: 0, 1, 2 … in order of acceptance by this engine; the tie-break of every policy. Times are monotonic."""
+
+    __slots__ = (
+        "arrival",
+        "arrived_at",
+        "block_hashes",
+        "block_size",
+        "block_table",
+        "deadline",
+        "decode_started_at",
+        "first_token_at",
+        "hash_seed",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "owner",
+        "request_id",
+        "sampling",
+        "started_at",
+        "status",
+        "token_ids",
+        "transfer_bytes",
+        "transfer_id",
+        "transfer_s",
+    )
+
+    def __init__(self, spec: SequenceSpec, owner: int, arrival: int, arrived_at: float, block_size: int) -> None:
+        self.transfer_id = spec.transfer_id
+        self.request_id = spec.request_id
+        self.owner = owner
+        self.arrival = arrival
+        self.status = SequenceStatus.WAITING
+        self.deadline = spec.deadline
+        self.sampling = spec.sampling
+        self.hash_seed = spec.hash_seed
+        self.token_ids = list(spec.token_ids)
+        self.num_prompt_tokens = spec.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.block_size = block_size
+        self.block_table = BlockTable(block_size)
+        self.block_hashes: list[bytes] = []
+        # Leading blocks that the prefix cache knows: matched, or offered to it.
+        self.num_registered_blocks = 0
+        self.arrived_at = arrived_at
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.decode_started_at: float | None = None
+        self.transfer_s = 0.0
+        self.transfer_bytes = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the whole output so far; also the index of the next one."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Raises RuntimeError for a move that LEGAL_MOVES does not name."""
+        if status not in LEGAL_MOVES[self.status]:
+            raise RuntimeError(f"sequence {self.transfer_id}: illegal move {self.status} → {status}")
+        self.status = status
+
+    def next_chunk(self, max_tokens: int) -> ScheduledSequence:
+        """The next ≤ max_tokens uncomputed tokens as a share of a step. It samples where it reaches the last token."""
+        start = self.num_computed_tokens
+        token_ids = self.token_ids[start : start + max_tokens]
+        end = start + len(token_ids)
+        return ScheduledSequence(
+            token_ids=token_ids,
+            start=start,
+            block_table=self.block_table.covering(end),
+            sampling=self.sampling if end == len(self.token_ids) else None,
+            output_index=self.num_output_tokens,
+        )
+
+    def extend_hashes(self) -> None:
+        """Bring block_hashes up to all full blocks of token_ids. O(new tokens)."""
+        done = len(self.block_hashes)
+        if len(self.token_ids) // self.block_size > done:
+            parent = self.block_hashes[-1] if done else self.hash_seed
+            new_tokens = self.token_ids[done * self.block_size :]
+            self.block_hashes += chain_hashes(parent, new_tokens, self.block_size)
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Whether the last of token_ids, an output token, ends the sequence."""
+        reason = self.sampling.finish_reason(self.token_ids[-1], self.num_output_tokens)
+        if reason is None and len(self.token_ids) >= max_model_len:
+            return FinishReason.LENGTH
+        return reason
+
+    def timings(self, now: float) -> Timings:
+        """What the leg's last frame says, `now` being its end."""
+        started = now if self.started_at is None else self.started_at
+        return Timings(
+            queue_s=started - self.arrived_at,
+            prefill_s=0.0 if self.first_token_at is None else self.first_token_at - started,
+            transfer_s=self.transfer_s,
+            transfer_bytes=self.transfer_bytes,
+            decode_s=0.0 if self.decode_started_at is None else now - self.decode_started_at,
+        )
+
+
+def check_spec(spec: SequenceSpec, vocab_size: int, max_model_len: int) -> BatonError | None:
+    """Why this engine can't run `spec`, or None. Users' errors ended at the gateway; this keeps the engine unharmed."""
+    num_tokens, num_prompt_tokens, max_tokens = len(spec.token_ids), spec.num_prompt_tokens, spec.sampling.max_tokens
+    num_output_tokens = num_tokens - num_prompt_tokens
+    if not 1 <= num_prompt_tokens <= num_tokens:
+        return invalid(
+            f"num_prompt_tokens is {num_prompt_tokens}: it must be 1 to {num_tokens}, the number of token ids"
+        )
+    if len(spec.hash_seed) != HASH_BYTES:
+        return invalid(f"hash_seed has {len(spec.hash_seed)} bytes: it must have {HASH_BYTES}")
+    largest = max(spec.token_ids)
+    if largest >= vocab_size or min(spec.token_ids) < 0:
+        return invalid(f"token id {largest} is outside the model's vocabulary of {vocab_size}", "prompt")
+    if num_output_tokens >= max_tokens:
+        return invalid(
+            f"{num_output_tokens} tokens of max_tokens {max_tokens} were emitted already: nothing is left to do"
+        )
+    if num_tokens >= max_model_len:
+        return BatonError(
+            ErrorKind.CONTEXT_LENGTH,
+            f"this worker's maximum context length is {max_model_len} tokens: {num_tokens} leave none for the answer",
+            param="prompt",
+        )
+    return None

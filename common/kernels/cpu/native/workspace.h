@@ -1,0 +1,115 @@
+// The buffers of one step, kept from step to step and grown when a step needs more.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "memory.h"
+#include "plan.h"
+
+namespace baton {
+
+// A row stride in units: whole cache lines, an odd number of them, so that a tile's rows fall into different sets.
+static inline size_t row_units(int columns, int per_unit) {
+  return ((round_up(ceil_div(columns, per_unit), 16) / 16) | 1) * 16;
+}
+
+template <class T>
+struct Scratch {
+  typename T::elem* x;         // [OWN_NORM_ROWS][ldx]: this thread's normalised rows
+  int64_t x_made_for;          // the phase (counted over the model's life) that x belongs to
+  float* gemm;                 // [MAX_ROWS][NR]
+  AttentionScratch<T> attention;
+};
+
+template <class T>
+class Workspace {
+ public:
+  using elem = typename T::elem;
+  // Row strides in elements. hidden and angles are float.
+  size_t ldx, ld_attn, ld_act, ld_hidden, ld_angle;
+  float *hidden, *angles, *partials;  // angles: [T][cosines, sines]
+  elem *x, *q, *attn, *act;
+  int64_t* kv_offset;  // of each token's slot in a layer's pool: K of KV head 0
+  std::vector<Scratch<T>> scratch;
+  std::unique_ptr<std::atomic<int>[]> arrivals;  // tasks that ended, of each split group, over the layers of a step
+
+  void init(const Dims& d, int threads, int v_cols) {
+    const auto elements = [](int columns) { return row_units(columns, T::PER_UNIT) * T::PER_UNIT; };
+    d_ = d;
+    v_cols_ = v_cols;
+    ldx = elements(d.hidden);
+    ld_attn = elements(d.heads * d.head_dim);
+    ld_act = elements((int)round_up(d.inter, W));
+    ld_hidden = round_up(d.hidden, W);
+    ld_angle = round_up(d.half(), W);
+    scratch.assign(threads, Scratch<T>{});
+  }
+
+  // Room for t tokens, r wanted rows and the plan's partial results. False: no memory.
+  bool reserve(int t, int r, const Plan& plan) {
+    if ((int)plan.groups.size() > num_arrivals_) {
+      num_arrivals_ = (int)plan.groups.size() * 2;
+      arrivals.reset(new std::atomic<int>[num_arrivals_]);
+    }
+    for (size_t i = 0; i < plan.groups.size(); ++i) arrivals[i].store(0, std::memory_order_relaxed);
+    if (t <= tokens_ && r <= rows_ && plan.partial_floats <= partial_floats_) return true;
+    tokens_ = t > tokens_ ? t : tokens_;
+    rows_ = r > rows_ ? r : rows_;
+    partial_floats_ = plan.partial_floats > partial_floats_ ? plan.partial_floats : partial_floats_;
+    size_t bytes = 0;
+    place(nullptr, &bytes);
+    if (!arena_.reserve(bytes)) {
+      tokens_ = rows_ = 0;
+      return false;
+    }
+    place(&arena_, &bytes);
+    for (Scratch<T>& s : scratch) s.x_made_for = -1;
+    return true;
+  }
+
+  size_t bytes() const { return arena_.size(); }
+
+ private:
+  void place(Arena* arena, size_t* bytes) {
+    const auto take = [&](auto*& p, size_t n) {
+      using E = typename std::remove_reference<decltype(*p)>::type;
+      *bytes += Arena::need<E>(n);
+      if (arena) p = arena->take<E>(n);
+    };
+    const size_t t = tokens_, x_rows = tokens_ > rows_ ? tokens_ : rows_;
+    const int dim_units = ceil_div(d_.head_dim, T::PER_UNIT), task_rows = TASK_ROWS > d_.group() ? TASK_ROWS : d_.group();
+    *bytes = 0;
+    take(hidden, t * ld_hidden);
+    take(angles, t * 2 * ld_angle);
+    take(x, x_rows * ldx);
+    take(q, t * d_.heads * d_.head_dim);
+    take(attn, t * ld_attn);
+    take(act, t * ld_act);
+    take(kv_offset, t);
+    take(partials, partial_floats_);
+    for (Scratch<T>& s : scratch) {
+      AttentionScratch<T>& a = s.attention;
+      take(s.x, OWN_NORM_ROWS * ldx);
+      take(s.gemm, (size_t)MAX_ROWS * NR);
+      take(a.k, (size_t)TILE * round_up(dim_units, W));
+      take(a.v, (size_t)TILE * v_cols_);
+      take(a.scores, (size_t)MR * STRIDE);
+      take(a.probs, (size_t)MR * STRIDE);
+      take(a.out, (size_t)MR * v_cols_);
+      take(a.acc, (size_t)task_rows * v_cols_);
+      take(a.max, task_rows);
+      take(a.sum, task_rows);
+      take(a.tiles, 2);
+      take(a.zeros, d_.head_dim);
+    }
+  }
+
+  Dims d_;
+  int v_cols_ = 0, tokens_ = 0, rows_ = 0, num_arrivals_ = 0;
+  size_t partial_floats_ = 0;
+  Arena arena_;
+};
+
+}  // namespace baton

@@ -1,0 +1,47 @@
+"""The operations that models are written in. `reference.py` is the plain torch version that every other is held to.
+
+T new tokens of a step, H heads, D head_dim. A layer's pool is [num_blocks, 2, num_kv_heads, block_size, D]
+(common/kvcache/layout.py). Activations, weights and pool share one dtype; sums run in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from common.kernels.attention_plan import AttentionPlan
+
+
+class Kernels(Protocol):
+    """Stateless. "In place" arguments are overwritten and must not overlap others; all else is left alone."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, in] · weight [out, in]ᵀ → [T, out]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [T, hidden] / rms(x) * weight (arXiv:1910.07467); the quotient is rounded to x's dtype first."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual += x in place, then rms_norm(residual); all [T, hidden]."""
+        ...
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate x [T, H, D] in place (arXiv:2104.09864), halves split as Hugging Face does: element i pairs with
+        i + D/2. cos, sin: [T, D/2] in x's dtype."""
+        ...
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Store k, v [T, num_kv_heads, D] at slots [T] of the pool, in place. Slots are distinct."""
+        ...
+
+    def attention(self, q: torch.Tensor, pool: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+        """Causal grouped-query attention of q [T, num_heads, D] over each sequence's blocks → [T, num_heads * D].
+        Query head h reads key-value head h // (num_heads / num_kv_heads)."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 * n] → silu(first half) * second half, [T, n] (arXiv:2002.05202)."""
+        ...

@@ -1,0 +1,107 @@
+"""The paged KV cache: one preallocated tensor for all layers, and the copies that transfer makes out of and into it.
+
+    data  [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+    gathered bytes: for each layer, for each block of block_ids, that block's [2, num_kv_heads, block_size, head_dim]
+
+Who may use a block, and when, is the block pool's business; this file only holds the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.kvcache.layout import KvLayout
+
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+class KvCache:
+    """Implements KvStore. Owns its memory for life; it is given back when the object dies.
+
+    layers: per layer a view [num_blocks, 2, num_kv_heads, block_size, head_dim] of `data`, in layout.dtype.
+    On a CPU the memory is untouched until used, on huge pages where the kernel grants them. Contents start as zeros:
+    a slot that was never written reads as zero, never as another process's bytes.
+    Raises ValueError if num_blocks < 1 or the dtype is unknown, MemoryError where the memory can't be had.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1 or layout.dtype not in TORCH_DTYPES:
+            raise ValueError(f"no KV cache of {num_blocks} blocks of {layout.dtype!r}")
+        shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        num_bytes = layout.num_layers * num_blocks * layout.block_bytes
+        if device.type == "cpu":
+            self.data = _lazy_zeros(num_bytes).view(TORCH_DTYPES[layout.dtype]).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+        self.num_blocks = num_blocks
+        self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
+        self._layout = layout
+        # Copies move bytes, whatever the dtype: int64 words where a block is a multiple of them, as it is in practice.
+        word = torch.int64 if layout.block_bytes % 8 == 0 else torch.uint8
+        self._words = self.data.view(layout.num_layers, num_blocks, -1).view(word)
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def gather(self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """Copy blocks out, as KvStore says. On a CPU straight into `out`. Raises ValueError on a size or an id that
+        doesn't fit, before anything is copied."""
+        index, packed = self._prepare(first_layer, num_layers, block_ids, out)
+        source = self._words[first_layer : first_layer + num_layers]
+        if self.device.type == "cpu" and packed.is_contiguous():
+            torch.index_select(source, 1, index, out=packed)
+        else:
+            packed.copy_(source.index_select(1, index.to(self.device)))
+
+    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Copy blocks in, as KvStore says. Raises ValueError like gather."""
+        index, packed = self._prepare(first_layer, num_layers, block_ids, data)
+        target = self._words[first_layer : first_layer + num_layers]
+        target.index_copy_(1, index.to(self.device), packed.to(self.device))
+
+    def _prepare(
+        self, first_layer: int, num_layers: int, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """block_ids as int64 [n], and `buffer` seen as words [num_layers, n, words a block]."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        wanted = num_layers * ids.size * self._layout.block_bytes
+        if not 0 <= first_layer <= first_layer + num_layers <= self._layout.num_layers:
+            raise ValueError(f"layers [{first_layer}, {first_layer + num_layers}) of {self._layout.num_layers}")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
+            raise ValueError(f"block ids {ids.min()}..{ids.max()} of {self.num_blocks} blocks")
+        if buffer.nbytes != wanted or not buffer.flags.c_contiguous:
+            raise ValueError(f"buffer of {buffer.nbytes} bytes for {wanted}, or not contiguous")
+        if not buffer.flags.writeable:
+            buffer = buffer.copy()  # torch has no read-only tensors, and warns
+        packed = torch.frombuffer(buffer, dtype=torch.uint8) if wanted else torch.empty(0, dtype=torch.uint8)
+        return torch.from_numpy(ids), packed.view(num_layers, ids.size, self._layout.block_bytes).view(self._words.dtype)
+
+
+def num_blocks_for(layout: KvLayout, budget_bytes: int) -> int:
+    """Whole blocks (over all layers) that fit into `budget_bytes`; 0 if not even one does."""
+    return budget_bytes // (layout.num_layers * layout.block_bytes)
+
+
+def _lazy_zeros(num_bytes: int) -> torch.Tensor:
+    """uint8 zeros that take memory only where touched. The tensor keeps the mapping alive."""
+    try:
+        mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for a KV cache of {num_bytes} bytes: {error.strerror}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=start)

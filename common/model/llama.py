@@ -1,0 +1,68 @@
+"""The Llama decoder (arXiv:2302.13971, 2307.09288) over a paged KV cache, written in the operations of Kernels.
+
+One layer:  x ─► norm ─► qkv ─► rope ─► write KV ─► attention ─► o ─► + ─► norm ─► gate_up ─► silu·up ─► down ─► +
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from common.engine.batch import Batch
+from common.kernels.attention_plan import AttentionPlan, plan_attention
+from common.kernels.interface import Kernels
+from common.kvcache.kv_cache import KvCache
+from common.model.config import ModelConfig
+from common.model.rope import cos_sin, inverse_frequencies
+from common.model.weights import LayerWeights, LlamaWeights
+
+
+class LlamaModel:
+    """Implements Model. Owns the weights; the KV cache is the caller's."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Kernels) -> None:
+        self._config = config
+        self._weights = weights
+        self._kernels = kernels
+        self._inv_freq = inverse_frequencies(config).to(weights.embed.device)
+        self._scale = config.head_dim**-0.5
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.embed.dtype
+
+    def forward(self, batch: Batch, kv_cache: KvCache) -> torch.Tensor:
+        """See Model.forward."""
+        kernels, weights, eps = self._kernels, self._weights, self._config.rms_norm_eps
+        plan = plan_attention(batch, kv_cache.layout.block_size, self.dtype)
+        angles = cos_sin(self._inv_freq, batch.positions, self.dtype)
+        residual = functional.embedding(batch.token_ids, weights.embed)
+        x = torch.zeros_like(residual)
+        for layer, pool in zip(weights.layers, kv_cache.layers, strict=True):
+            x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
+            x = self._attention(x, layer, pool, batch.slot_mapping, angles, plan)
+            x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
+        rows = batch.logits_rows
+        x = kernels.add_rms_norm(x[rows], residual[rows], weights.norm, eps)
+        return kernels.linear(x, weights.lm_head).float()
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        layer: LayerWeights,
+        pool: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        kernels, num_heads, num_kv_heads = self._kernels, self._config.num_heads, self._config.num_kv_heads
+        qkv = kernels.linear(x, layer.qkv).view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
+        kernels.rope(qkv[:, : num_heads + num_kv_heads], *angles)
+        q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        kernels.write_kv(k, v, pool, slot_mapping)
+        return kernels.linear(kernels.attention(q, pool, plan, self._scale), layer.o)

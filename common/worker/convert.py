@@ -1,0 +1,154 @@
+"""Worker protocol: protobuf frames to and from common/engine/messages.py."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.common.v1 import common_pb2
+from baton.worker.v1 import worker_pb2
+from common.engine.messages import (
+    AbortCommand,
+    Command,
+    LegOutput,
+    LoadReport,
+    OwnerNews,
+    PrefillCommand,
+    Reservation,
+    ReserveCommand,
+    SequenceSpec,
+    Timings,
+)
+from common.sampling_params import FinishReason, SamplingParams
+from common.worker.info import WorkerInfo
+from kv_transfer.convert import error_to_proto
+from kv_transfer.types import TransferTarget, WorkerIdentity
+
+_REASONS: Final = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+
+
+def command_from_proto(
+    frame: worker_pb2.SessionRequest, owner: int, now: float, max_timeout_s: float
+) -> Command | None:
+    """None for a frame that carries no command. Deadlines count from `now`, monotonic, and are at most max_timeout_s
+    away."""
+    match frame.WhichOneof("frame"):
+        case "reserve":
+            spec = _spec_from_proto(frame.reserve.spec, now, max_timeout_s)
+            return ReserveCommand(owner, spec, frame.reserve.prefill_here)
+        case "prefill":
+            spec = _spec_from_proto(frame.prefill.spec, now, max_timeout_s)
+            return PrefillCommand(owner, spec, _target_from_proto(frame.prefill.target))
+        case "abort":
+            return AbortCommand(owner, frame.abort.transfer_id)
+        case _:
+            return None
+
+
+def _spec_from_proto(spec: worker_pb2.SequenceSpec, now: float, max_timeout_s: float) -> SequenceSpec:
+    sampling = spec.sampling
+    return SequenceSpec(
+        transfer_id=spec.transfer_id,
+        request_id=spec.request_id,
+        token_ids=list(spec.token_ids),
+        num_prompt_tokens=spec.num_prompt_tokens,
+        hash_seed=spec.hash_seed,
+        sampling=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+        ),
+        deadline=now + min(spec.timeout_ms / 1e3, max_timeout_s),
+    )
+
+
+def _target_from_proto(target: worker_pb2.TransferTarget) -> TransferTarget:
+    worker = WorkerIdentity(target.worker_id, target.epoch)
+    return TransferTarget(target.address, worker, target.secret, target.num_cached_tokens)
+
+
+def info_to_proto(info: WorkerInfo) -> worker_pb2.GetInfoResponse:
+    return worker_pb2.GetInfoResponse(
+        worker_id=info.worker_id,
+        epoch=info.epoch,
+        role=_ROLES[info.role],
+        model_name=info.model_name,
+        model_fingerprint=info.model_fingerprint,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        dtype=info.dtype,
+    )
+
+
+def welcome_frame(info: WorkerInfo) -> worker_pb2.SessionResponse:
+    return worker_pb2.SessionResponse(welcome=worker_pb2.Welcome(info=info_to_proto(info)))
+
+
+def news_frames(news: OwnerNews | None, load: worker_pb2.LoadReport) -> list[worker_pb2.SessionResponse]:
+    """Reservations, then one StepOutput with all outputs and the load. None: only the load."""
+    frames: list[worker_pb2.SessionResponse] = []
+    outputs: list[worker_pb2.SequenceOutput] = []
+    if news is not None:
+        frames = [worker_pb2.SessionResponse(reserved=_reserved_to_proto(r)) for r in news.reservations]
+        outputs = [_output_to_proto(output) for output in news.outputs]
+    frames.append(worker_pb2.SessionResponse(step=worker_pb2.StepOutput(outputs=outputs, load=load)))
+    return frames
+
+
+def _reserved_to_proto(reservation: Reservation) -> worker_pb2.Reserved:
+    target = reservation.target
+    return worker_pb2.Reserved(
+        transfer_id=reservation.transfer_id,
+        target=worker_pb2.TransferTarget(
+            address=target.address,
+            worker_id=target.worker.worker_id,
+            epoch=target.worker.epoch,
+            secret=target.secret,
+            num_cached_tokens=target.num_cached_tokens,
+        ),
+    )
+
+
+def _output_to_proto(output: LegOutput) -> worker_pb2.SequenceOutput:
+    message = worker_pb2.SequenceOutput(
+        transfer_id=output.transfer_id, first_index=output.first_index, token_ids=output.token_ids
+    )
+    # What follows is rare: nearly all frames are a token and nothing else.
+    if output.finish_reason is not None:
+        message.finish_reason = _REASONS[output.finish_reason]
+    if output.leg_ended:
+        message.leg_ended = True
+        message.num_cached_tokens = output.num_cached_tokens
+    if output.error is not None:
+        message.error.CopyFrom(error_to_proto(output.error))
+    if output.timings is not None:
+        message.timings.CopyFrom(_timings_to_proto(output.timings))
+    return message
+
+
+def _timings_to_proto(timings: Timings) -> worker_pb2.Timings:
+    return worker_pb2.Timings(
+        queue_s=timings.queue_s,
+        prefill_s=timings.prefill_s,
+        transfer_s=timings.transfer_s,
+        transfer_bytes=timings.transfer_bytes,
+        decode_s=timings.decode_s,
+    )
+
+
+def load_to_proto(load: LoadReport) -> worker_pb2.LoadReport:
+    return worker_pb2.LoadReport(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.num_free_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        num_blocks=load.num_blocks,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        prefix_queries_total=load.prefix_queries_total,
+        prefix_hits_total=load.prefix_hits_total,
+    )

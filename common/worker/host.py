@@ -1,0 +1,188 @@
+"""A worker's life around its engine, the same for both phases: come up, serve, drain, go.
+
+    up     engine ► gRPC ► registry ► health SERVING ► "ready"
+    down   health NOT_SERVING, registry "draining", engine refuses ► what runs ends, or the grace does ► engine aborts
+           the rest ► transfers close ► sessions end ► keys leave the registry ► sockets close
+
+Each stage of the way down has a bound, and one that fails does not keep the next from running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from baton.worker.v1 import worker_pb2_grpc
+from common.engine.engine_thread import EngineThread, Inbox, Scheduler
+from common.engine.messages import DrainCommand, EngineNews
+from common.engine.runner import Runner
+from common.errors import StartupError
+from common.telemetry import get_logger
+from common.worker.binding import Binding
+from common.worker.grpc_server import WORKER_SERVICE
+from common.worker.info import WorkerInfo
+from common.worker.metrics import TransferTotals, WorkerMetrics
+from common.worker.registry_publisher import RegistryPublisher, connect
+from common.worker.session import SessionHub
+
+WATCH_INTERVAL_S: Final = 0.25
+# A single step may take seconds on a slow machine; none takes this long.
+WEDGED_AFTER_S: Final = 60.0
+ABORT_TIMEOUT_S: Final = 2.0
+GRPC_GRACE_S: Final = 0.2
+STAGE_TIMEOUT_S: Final = 10.0
+# For the supervisor: not a matter of settings, so a new start may help.
+ENGINE_FAILURE_EXIT: Final = 1
+
+_log = get_logger(__name__)
+OnReady = Callable[[WorkerInfo], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a phase brings. services: full gRPC names besides the worker's own, added to the server already.
+    close_transfers: called once, after the engine has stopped; idempotent."""
+
+    scheduler: Scheduler
+    runner: Runner
+    inbox: Inbox
+    services: tuple[str, ...]
+    transfer_totals: Callable[[], TransferTotals]
+    close_transfers: Callable[[], Awaitable[None]]
+
+
+class WorkerHost:
+    """Owns engine thread, sessions and publisher, and takes `binding` over. For one event loop; `serve` once."""
+
+    def __init__(self, binding: Binding, parts: WorkerParts, *, check_when_idle: bool = False) -> None:
+        """Raises StartupError for a redis_url that can't be read."""
+        settings, info = binding.settings, binding.info
+        self._binding = binding
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._idle = asyncio.Event()
+        self._redis = connect(settings.redis_url.get_secret_value())
+        self._publisher = RegistryPublisher(self._redis, settings.cluster, info)
+        self._metrics = WorkerMetrics(binding.metrics_registry, info, parts.transfer_totals)
+        self._hub = SessionHub(info, parts.inbox, settings.request_timeout_s)
+        self._engine = EngineThread(
+            parts.scheduler,
+            parts.runner,
+            parts.inbox,
+            self._relay_news,
+            name=f"{info.role}-engine",
+            check_when_idle=check_when_idle,
+        )
+
+    async def serve(self, stop: asyncio.Event, on_ready: OnReady | None = None) -> None:
+        """Until `stop` is set, or the engine fails: StartupError with exit code 1 then. Leaves nothing behind."""
+        hub_task = asyncio.create_task(self._hub.run(), name="load-reports")
+        failure: str | None = None
+        try:
+            await self._come_up()
+            if on_ready is not None:
+                on_ready(self._binding.info)
+            failure = await self._watch(stop)
+        finally:
+            await self._go_down(failure)
+            hub_task.cancel()
+            await asyncio.gather(hub_task, return_exceptions=True)
+        if failure is not None:
+            raise StartupError(f"worker {self._binding.info.worker_id} ends: {failure}", exit_code=ENGINE_FAILURE_EXIT)
+
+    async def _come_up(self) -> None:
+        info, server = self._binding.info, self._binding.server
+        self._engine.start()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._hub, server.server)
+        await server.start((WORKER_SERVICE, *self._parts.services))
+        await server.set_serving(True)
+        await self._publisher.start()
+        _log.info(
+            "ready",
+            address=info.grpc_address,
+            metrics=info.metrics_url,
+            epoch=info.epoch,
+            kv_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+        )
+
+    async def _watch(self, stop: asyncio.Event) -> str | None:
+        """Returns why the engine is unwell, or None when asked to stop."""
+        while not stop.is_set():
+            if (failure := self._engine_failure()) is not None:
+                _log.error("engine unwell", reason=failure)
+                return failure
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_INTERVAL_S):
+                    await stop.wait()
+        return None
+
+    def _engine_failure(self) -> str | None:
+        if self._engine.failure is not None:
+            return self._engine.failure
+        if not self._engine.is_alive:
+            return "the engine's thread has ended"
+        age_s = self._engine.heartbeat_age_s
+        return f"the engine has hung in a step for {age_s:.0f} s" if age_s > WEDGED_AFTER_S else None
+
+    async def _go_down(self, failure: str | None) -> None:
+        _log.info("stopping")
+        self._publisher.drain()
+        self._idle.clear()
+        self._parts.inbox.put(DrainCommand())
+        await self._stage("health", self._binding.server.set_serving(False))
+        if failure is None:
+            await self._drain()
+        await self._stage("engine", asyncio.to_thread(self._engine.stop, ABORT_TIMEOUT_S))
+        await self._stage("transfers", self._parts.close_transfers())
+        await self._stage("sessions", self._hub.close())
+        await self._stage("registry", self._publisher.close())
+        await self._stage("redis", self._redis.aclose())
+        await self._stage("grpc", self._binding.server.stop(GRPC_GRACE_S))
+        await self._stage("metrics", asyncio.to_thread(self._binding.metrics_server.close))
+        _log.info("stopped")
+
+    async def _drain(self) -> None:
+        """Let what runs come to its end, for as long as the grace lasts. The drain command itself brings news."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._binding.settings.shutdown_grace_s):
+                await self._idle.wait()
+
+    async def _stage(self, name: str, work: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(STAGE_TIMEOUT_S):
+                await work
+        except Exception:
+            _log.exception("shutdown stage failed", stage=name)
+
+    def _relay_news(self, news: EngineNews) -> None:
+        """From the engine's thread to the loop; a loop that is closed needs no news."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_news, news)
+
+    def _on_news(self, news: EngineNews) -> None:
+        if news.load.num_running + news.load.num_waiting == 0:
+            self._idle.set()
+        self._hub.on_news(news)
+        self._metrics.on_news(news)
+        if news.cache_changes is not None:
+            self._publisher.on_changes(news.cache_changes)
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM or SIGINT sets, instead of ending the process."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

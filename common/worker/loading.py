@@ -1,0 +1,84 @@
+"""From settings to what computes: model, KV cache, runner, and the numbers that both schedulers need."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from common.config import Settings
+from common.engine.model_runner import ModelRunner
+from common.engine.scheduler import SchedulerConfig
+from common.errors import StartupError
+from common.kvcache.kv_cache import TORCH_DTYPES, KvCache, num_blocks_for
+from common.kvcache.layout import LAYOUT_NAME, KvLayout
+from common.model.config import ModelConfig, load_model_config, resolve_dtype
+from common.model.fingerprint import model_fingerprint
+from common.model.loader import load_model
+from kv_transfer.types import KvFormat
+
+WARM_UP_TOKENS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """max_model_len: tokens of a sequence that settings, model and KV pool all allow."""
+
+    name: str
+    config: ModelConfig
+    fmt: KvFormat
+    kv_cache: KvCache
+    runner: ModelRunner
+    max_model_len: int
+
+    def scheduler_config(self, settings: Settings, chunk_budget_tokens: int) -> SchedulerConfig:
+        return SchedulerConfig(
+            block_size=settings.block_size,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            chunk_budget_tokens=chunk_budget_tokens,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+        )
+
+
+def load(settings: Settings) -> LoadedModel:
+    """Blocks for seconds. Raises StartupError, one line, for a bad model folder and for too little KV memory."""
+    folder = Path(settings.model)
+    torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+    config = load_model_config(folder)
+    dtype = resolve_dtype(settings.dtype, config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layout = KvLayout(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
+    num_blocks = num_blocks_for(layout, settings.kv_cache_bytes)
+    max_model_len = context_limit(settings, config, num_blocks)
+    model = load_model(folder, TORCH_DTYPES[dtype], device)
+    try:
+        kv_cache = KvCache(layout, num_blocks, device)
+    except MemoryError:
+        raise StartupError(
+            f"no memory for a KV cache of {settings.kv_cache_bytes} bytes: set kv_cache_bytes lower"
+        ) from None
+    runner = ModelRunner(model, kv_cache)
+    runner.warm_up(WARM_UP_TOKENS)
+    fmt = KvFormat(model_fingerprint(folder), LAYOUT_NAME, layout)
+    return LoadedModel(settings.served_model_name or folder.name, config, fmt, kv_cache, runner, max_model_len)
+
+
+def context_limit(settings: Settings, config: ModelConfig, num_blocks: int) -> int:
+    """Raises StartupError where the KV cache is too small to be of use, or max_model_len more than the model's own."""
+    if settings.max_model_len > config.max_position_embeddings:
+        raise StartupError(
+            f"max_model_len {settings.max_model_len} is more than the model's {config.max_position_embeddings}"
+        )
+    wanted = settings.max_model_len or config.max_position_embeddings
+    limit = min(wanted, num_blocks * settings.block_size)
+    if num_blocks < 2 or (settings.max_model_len and limit < settings.max_model_len):
+        raise StartupError(
+            f"kv_cache_bytes {settings.kv_cache_bytes} holds {num_blocks * settings.block_size} tokens, "
+            f"max_model_len is {wanted}: set kv_cache_bytes higher, or max_model_len or block_size lower"
+        )
+    return limit

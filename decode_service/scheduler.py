@@ -1,0 +1,263 @@
+"""Continuous batching: sequences join and leave between steps; every running one gets a token a step.
+
+    WAITING ──blocks set aside──► RECEIVING ──commit──► RUNNING ──────────► FINISHED
+    (FIFO)  └──prefill_here────────────────────────────►  │ ▲
+                                        no block is free  ▼ │ blocks for all its tokens
+                                                       PREEMPTED
+
+Order of claims on blocks: running sequences, oldest first; preempted ones, oldest first; then the FIFO, and not past
+its head. Preempted sequences are recomputed from their tokens, in chunks, with whatever their blocks left in the
+prefix cache; nothing is emitted twice. Decodes come first in a step; chunks share a budget of their own.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence as ListOf
+from operator import attrgetter
+from typing import Protocol
+
+from common.engine.batch import ScheduledSequence
+from common.engine.messages import (
+    Command,
+    LegOutput,
+    Reservation,
+    ReserveCommand,
+    TransferCommitted,
+    TransferEvent,
+    TransferFailed,
+)
+from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
+from common.engine.sequence import SequenceStatus
+from common.errors import BatonError, ErrorKind
+from common.kvcache.block_pool import BlockPool
+from common.kvcache.block_table import num_blocks_for_tokens
+from common.kvcache.prefix_cache import PrefixCache
+from common.sampling_params import FinishReason
+from decode_service.policy import choose_victim, tokens_with_head_room
+from decode_service.sequence import DecodeSequence
+from kv_transfer.types import Handoff, ReceiverCallbacks, TransferStats, TransferTarget, WorkerIdentity
+
+_by_arrival = attrgetter("arrival")
+
+
+class ReservationBook(Protocol):
+    """KvReceiver, as far as a scheduler sees it. Thread-safe."""
+
+    def reserve(
+        self,
+        transfer_id: str,
+        block_ids: ListOf[int],
+        num_cached_tokens: int,
+        callbacks: ReceiverCallbacks,
+        timeout_s: float,
+    ) -> bytes:
+        """Expect KV for these blocks, in order. Returns the secret that admits the sender; raises BatonError."""
+        ...
+
+    def release(self, transfer_id: str) -> None:
+        """Expect it no more. When this returns, nothing writes to the blocks of that reservation."""
+        ...
+
+
+class DecodeScheduler(SequenceScheduler[DecodeSequence]):
+    """address, identity: what a sender needs to find this worker. post: hands transfer events to the engine's inbox."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        cache: PrefixCache,
+        receiver: ReservationBook,
+        address: str,
+        identity: WorkerIdentity,
+        post: Post,
+    ) -> None:
+        super().__init__(config, pool, cache)
+        self._receiver = receiver
+        self._address = address
+        self._identity = identity
+        self._post = post
+        self._waiting: deque[DecodeSequence] = deque()
+        self._num_receiving = 0
+        # Both in order of arrival.
+        self._running: list[DecodeSequence] = []
+        self._preempted: list[DecodeSequence] = []
+
+    def _handle_own(self, item: Command | TransferEvent, now: float) -> None:
+        match item:
+            case ReserveCommand():
+                sequence = self._accept(item.spec, item.owner, now, DecodeSequence)
+                if sequence is not None:
+                    sequence.prefill_here = item.prefill_here
+                    self._waiting.append(sequence)
+            case TransferCommitted() | TransferFailed():
+                sequence = self._sequences.get(item.transfer_id)
+                if sequence is None or sequence.arrival != item.arrival or sequence.status != SequenceStatus.RECEIVING:
+                    self._drop()
+                elif isinstance(item, TransferFailed):
+                    self._give_up(sequence, item.error, now)
+                else:
+                    self._join(sequence, item.handoff, item.stats, now)
+            case _:
+                self._drop()
+
+    # One step
+
+    def _plan_step(self, now: float) -> list[tuple[DecodeSequence, ScheduledSequence]]:
+        self._grow()
+        self._resume()
+        self._admit(now)
+        chunk_budget = self._config.chunk_budget_tokens
+        decodes, chunks = [], []
+        for sequence in self._running:
+            if sequence.num_uncomputed_tokens == 1:
+                decodes.append((sequence, sequence.next_chunk(1)))
+            elif chunk_budget:
+                scheduled = sequence.next_chunk(chunk_budget)
+                chunk_budget -= len(scheduled.token_ids)
+                chunks.append((sequence, scheduled))
+        return decodes + chunks
+
+    def _grow(self) -> None:
+        """A slot for every running sequence's next token, the oldest first; preempts where there is none."""
+        for sequence in list(self._running):
+            if sequence.status != SequenceStatus.RUNNING:
+                continue  # preempted for an older one
+            while num_missing := sequence.block_table.num_missing(sequence.num_tokens):
+                block_ids = self._pool.allocate(num_missing)
+                if block_ids is not None:
+                    sequence.block_table.append(block_ids)
+                    break
+                victim = choose_victim(self._running)
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+
+    def _preempt(self, sequence: DecodeSequence) -> None:
+        """Its full blocks stay in the prefix cache as long as nobody needs the room; its tokens stay with it."""
+        self._changed = True
+        self._running.remove(sequence)
+        sequence.move_to(SequenceStatus.PREEMPTED)
+        self._release_blocks(sequence)
+        sequence.num_computed_tokens = 0
+        insort(self._preempted, sequence, key=_by_arrival)
+        self._num_preemptions_total += 1
+
+    def _resume(self) -> None:
+        while self._preempted and self._has_room_to_run():
+            sequence = self._preempted[0]
+            if not self._reserve_blocks(sequence, to_compute_here=True):
+                return
+            self._changed = True
+            del self._preempted[0]
+            self._run(sequence)
+
+    def _admit(self, now: float) -> None:
+        """New sequences, unless a preempted one still waits for blocks that they would take from it."""
+        while self._waiting and not self._preempted and self._has_room_to_run():
+            sequence = self._waiting[0]
+            if not self._reserve_blocks(sequence, to_compute_here=sequence.prefill_here):
+                return
+            self._changed = True
+            self._waiting.popleft()
+            sequence.started_at = now
+            self._count_prefix_hits(sequence)
+            if sequence.prefill_here:
+                self._run(sequence)
+            else:
+                self._expect_transfer(sequence, now)
+
+    def _has_room_to_run(self) -> bool:
+        """A sequence whose KV is on the way counts: at its commit it runs at once."""
+        return len(self._running) + self._num_receiving < self._config.max_running
+
+    def _reserve_blocks(self, sequence: DecodeSequence, *, to_compute_here: bool) -> bool:
+        """What is computed here leaves the last token to compute, for its logits; a sender samples from it instead."""
+        num_reusable_tokens = sequence.num_tokens - 1 if to_compute_here else sequence.num_tokens
+        num_tokens = tokens_with_head_room(sequence, self._config.max_model_len)
+        return self._take_blocks(sequence, num_reusable_tokens // self._config.block_size, num_tokens)
+
+    def _run(self, sequence: DecodeSequence) -> None:
+        sequence.move_to(SequenceStatus.RUNNING)
+        insort(self._running, sequence, key=_by_arrival)
+
+    def _after_chunk(self, sequence: DecodeSequence, token_id: int | None, now: float) -> None:
+        if token_id is None:
+            return
+        sequence.token_ids.append(token_id)
+        if sequence.decode_started_at is None:
+            sequence.first_token_at = sequence.decode_started_at = now
+        finish_reason = sequence.finish_reason(self._config.max_model_len)
+        if finish_reason is not None:
+            self._running.remove(sequence)
+            self._end(sequence, now, token_ids=(token_id,), finish_reason=finish_reason)
+            return
+        output = LegOutput(sequence.transfer_id, sequence.num_output_tokens - 1, (token_id,))
+        self._emit(sequence.owner, output)
+
+    # A sequence's KV arriving
+
+    def _expect_transfer(self, sequence: DecodeSequence, now: float) -> None:
+        """Only the prompt's blocks that are not cached travel; the head-room stays ours."""
+        num_blocks = num_blocks_for_tokens(sequence.num_tokens, self._config.block_size)
+        block_ids = sequence.block_table.block_ids[sequence.num_registered_blocks : num_blocks]
+        transfer_id, arrival, post = sequence.transfer_id, sequence.arrival, self._post
+
+        def on_commit(handoff: Handoff, stats: TransferStats) -> None:
+            post(TransferCommitted(transfer_id, arrival, handoff, stats))
+
+        def on_fail(error: BatonError) -> None:
+            post(TransferFailed(transfer_id, arrival, error))
+
+        num_cached, timeout_s = sequence.num_cached_tokens, sequence.deadline - now
+        callbacks = ReceiverCallbacks(on_commit, on_fail)
+        try:
+            secret = self._receiver.reserve(transfer_id, block_ids, num_cached, callbacks, timeout_s)
+        except BatonError as error:
+            self._end(sequence, now, error=error)
+            return
+        sequence.move_to(SequenceStatus.RECEIVING)
+        self._num_receiving += 1
+        target = TransferTarget(self._address, self._identity, secret, num_cached)
+        self._news_of(sequence.owner).reservations.append(Reservation(transfer_id, target))
+
+    def _join(self, sequence: DecodeSequence, handoff: Handoff, stats: TransferStats, now: float) -> None:
+        """RECEIVING → RUNNING: the KV is verified. The first token went to the router from the prefill worker."""
+        if handoff.num_computed_tokens != sequence.num_tokens:
+            message = f"the sender committed {handoff.num_computed_tokens} tokens of {sequence.num_tokens}"
+            self._give_up(sequence, BatonError(ErrorKind.CORRUPT_KV, message), now)
+            return
+        self._num_receiving -= 1
+        sequence.transfer_s, sequence.transfer_bytes = stats.seconds, stats.num_bytes
+        self._advance(sequence, sequence.num_uncomputed_tokens)
+        sequence.token_ids.append(handoff.first_token_id)
+        sequence.decode_started_at = now
+        finish_reason = handoff.finish_reason or sequence.finish_reason(self._config.max_model_len)
+        if finish_reason is not None:
+            self._end(sequence, now, finish_reason=finish_reason)
+        else:
+            self._run(sequence)
+
+    def _give_up(self, sequence: DecodeSequence, error: BatonError | None, now: float) -> None:
+        match sequence.status:
+            case SequenceStatus.WAITING:
+                self._waiting.remove(sequence)
+            case SequenceStatus.RECEIVING:
+                self._receiver.release(sequence.transfer_id)
+                self._num_receiving -= 1
+            case SequenceStatus.RUNNING:
+                self._running.remove(sequence)
+            case SequenceStatus.PREEMPTED:
+                self._preempted.remove(sequence)
+        self._end(sequence, now, finish_reason=None if error else FinishReason.ABORT, error=error)
+
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    def _num_queued_tokens(self) -> int:
+        to_prefill = sum(s.num_tokens for s in self._waiting if s.prefill_here)
+        to_recompute = sum(s.num_tokens for s in self._preempted)
+        running = sum(s.num_uncomputed_tokens for s in self._running if s.num_uncomputed_tokens > 1)
+        return to_prefill + to_recompute + running

@@ -1,0 +1,267 @@
+"""A sender's channel to one decode worker: a gRPC stream for frames, an endpoint for bytes, shared by its transfers.
+
+connect, Hello/Welcome, endpoint; then frames and puts; ended by close, idleness, error or silence. After the end:
+transfers fail, gathers under way are waited for, the endpoint is force-closed, the stream is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from baton.transfer.v1 import transfer_pb2 as pb
+from baton.transfer.v1 import transfer_pb2_grpc
+from common.errors import BatonError, ErrorKind
+from common.kvcache.layout import KvStore
+from common.telemetry import get_logger
+from kv_transfer import convert
+from kv_transfer.frames import Heartbeat, Hello, SenderFrame, Welcome
+from kv_transfer.lease import Lease
+from kv_transfer.outbox import Outbox
+from kv_transfer.outgoing import PieceJob
+from kv_transfer.pieces import checksum_of, plan_geometry
+from kv_transfer.sender_protocol import SenderProtocol, SenderTotals
+from kv_transfer.staging_pool import StagingPool
+from kv_transfer.transport.base import Endpoint, Region, Transport, TransportError
+from kv_transfer.types import KvFormat, TransferTarget, WorkerIdentity
+
+if TYPE_CHECKING:
+    Call = grpc.aio.StreamStreamCall[pb.ChannelRequest, pb.ChannelResponse]
+
+# A subchannel shared with an earlier attempt would make a new one wait out its back-off.
+CHANNEL_OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1),)
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderParts:
+    """What all channels of a sender share. executor: one thread, in which gathers run in order."""
+
+    store: KvStore
+    format: KvFormat
+    identity: WorkerIdentity
+    transport: Transport
+    staging: Region
+    staging_slot_bytes: int
+    pool: StagingPool
+    totals: SenderTotals
+    executor: Executor
+    lease_s: float
+    idle_close_s: float
+
+
+class PeerChannel:
+    """Implements SenderPort. For one event loop."""
+
+    def __init__(self, parts: SenderParts, target: TransferTarget, on_ending: Callable[[PeerChannel], None]) -> None:
+        self.address: Final = target.address
+        self.worker: Final = target.worker
+        self.lanes: tuple[str, ...] = ()
+        self.protocol: Final = SenderProtocol(self, parts.pool, parts.totals, time.monotonic)
+        self._parts = parts
+        self._on_ending = on_ending
+        self._loop = asyncio.get_running_loop()
+        self._outbox: Outbox[SenderFrame] = Outbox()
+        self._broken: asyncio.Future[BatonError] = self._loop.create_future()
+        self._lease = Lease(parts.lease_s)
+        self._endpoint: Endpoint | None = None
+        self._is_up = False
+        self._ending = False
+        self._finishing = False
+        self._idle = asyncio.Event()
+
+    async def run(self) -> None:
+        """The channel's whole life. Raises nothing but CancelledError."""
+        ticker = asyncio.create_task(self._tick())
+        channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        try:
+            reason = await self._serve(channel)
+        finally:
+            ticker.cancel()
+            self._end()
+            await asyncio.gather(ticker, return_exceptions=True)
+        log.info("transfer channel ended", peer=self.worker.worker_id, reason=reason.message)
+        self.protocol.lost(reason)
+        await self._settle()
+        await channel.close()
+
+    async def finish(self, error: BatonError, timeout_s: float) -> None:
+        """Abort what is under way, tell the peer, and close the stream in order. `run` then ends."""
+        self._end()
+        self._finishing = True
+        self.protocol.abort_all(error)
+        self.job_ended()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        self._outbox.close()
+        if not self._is_up:
+            self.break_off(error)
+
+    # SenderPort.
+
+    def send(self, frame: SenderFrame) -> None:
+        self._lease.sent()
+        if not self._outbox.put(frame):
+            self.break_off(self._lost_error("it does not read its transfer channel"))
+
+    def break_off(self, error: BatonError) -> None:
+        if not self._broken.done():
+            self._broken.set_result(error)
+        self._outbox.close()
+
+    def job_ended(self) -> None:
+        if self._finishing and self.protocol.is_idle:
+            self._idle.set()
+
+    def transmit(self, job: PieceJob) -> None:
+        transfer = job.transfer
+        self._parts.executor.submit(self._gather, job, transfer.ids_of(job.piece))
+
+    def put(self, job: PieceJob) -> None:
+        def done(error: TransportError | None) -> None:
+            lost = self._lost_error(str(error)) if error is not None else None
+            self._loop.call_soon_threadsafe(self.protocol.put_done, job, lost)
+
+        if self._endpoint is None:
+            self.protocol.put_done(job, self._lost_error("it has no endpoint"))
+            return
+        source = job.staging_slot * self._parts.staging_slot_bytes
+        target = job.grant.slot * self._slot_bytes
+        self._endpoint.put(self._parts.staging, source, target, job.num_bytes, self._parts.lease_s, done)
+
+    def _gather(self, job: PieceJob, block_ids: list[int]) -> None:
+        """In the gather thread."""
+        start = job.staging_slot * self._parts.staging_slot_bytes
+        data = self._parts.staging.view[start : start + job.num_bytes]
+        try:
+            self._parts.store.gather(job.piece.first_layer, job.piece.num_layers, block_ids, data)
+            checksum = checksum_of(data)
+        except Exception as error:
+            log.exception("gather failed", transfer_id=job.transfer.transfer_id)
+            failure = BatonError(ErrorKind.INTERNAL, f"KV of {job.transfer.transfer_id} can't be read: {error}")
+            self._loop.call_soon_threadsafe(self.protocol.gather_failed, job, failure)
+            return
+        self._loop.call_soon_threadsafe(self.protocol.gathered, job, checksum)
+        self.put(job)
+
+    # The channel's life.
+
+    async def _serve(self, channel: grpc.aio.Channel) -> BatonError:
+        """Until the channel has ended; why it did."""
+        try:
+            async with asyncio.timeout(self._parts.lease_s):
+                call, welcome = await self._shake_hands(channel)
+                await self._connect(welcome)
+            return await self._exchange(call)
+        except BatonError as error:
+            return error
+        except grpc.aio.AioRpcError as error:
+            return convert.error_from_rpc(error, self._name)
+        except TimeoutError:
+            return self._lost_error(f"no answer to Hello within {self._parts.lease_s} s")
+        except (TransportError, ValueError) as error:
+            return BatonError(ErrorKind.INTERNAL, f"can't send KV to {self._name}: {error}")
+
+    async def _shake_hands(self, channel: grpc.aio.Channel) -> tuple[Call, Welcome]:
+        call: Call = transfer_pb2_grpc.TransferServiceStub(channel).Channel()
+        hello = Hello(self._parts.identity, self.worker.epoch, self._parts.format)
+        await call.write(convert.sender_frames_to_proto([hello]))
+        message = await call.read()
+        frames = message.frames if isinstance(message, pb.ChannelResponse) else []
+        welcome = convert.receiver_frame_from_proto(frames[0]) if frames else None
+        if not isinstance(welcome, Welcome):
+            raise self._lost_error("its answer to Hello is not Welcome")
+        return call, welcome
+
+    async def _connect(self, welcome: Welcome) -> None:
+        """Raises ValueError where a block does not fit a slot."""
+        parts = self._parts
+        if welcome.transport != parts.transport.name:
+            raise ValueError(f"transport is {parts.transport.name!r} here, {welcome.transport!r} there")
+        geometry = plan_geometry(parts.format.layout, min(parts.staging_slot_bytes, welcome.slot_bytes))
+        self._endpoint = await asyncio.wrap_future(parts.transport.connect(welcome.descriptor, self._on_endpoint_lost))
+        self._slot_bytes = welcome.slot_bytes
+        self.lanes = self._endpoint.lanes
+        log.info("transfer channel opened", peer=self.worker.worker_id, lanes=", ".join(self.lanes))
+        self._lease = Lease(min(parts.lease_s, welcome.lease_s))
+        self._is_up = True
+        self.protocol.welcome(geometry, welcome.num_slots)
+
+    def _on_endpoint_lost(self, error: TransportError) -> None:
+        self._loop.call_soon_threadsafe(self.break_off, self._lost_error(str(error)))
+
+    async def _exchange(self, call: Call) -> BatonError:
+        reader = asyncio.create_task(self._read(call))
+        writer = asyncio.create_task(self._write(call))
+        try:
+            enders: set[asyncio.Future[Any]] = {reader, writer, self._broken}
+            await asyncio.wait(enders, return_when=asyncio.FIRST_COMPLETED)
+            if not self._broken.done():
+                # Closed in order, or broken under us: the reader hears why.
+                await asyncio.wait({reader}, timeout=self._lease.tick_s)
+            if self._broken.done():
+                return self._broken.result()
+            if reader.done() and isinstance(error := reader.exception(), grpc.aio.AioRpcError):
+                return convert.error_from_rpc(error, self._name)
+            return self._lost_error("its transfer channel was closed")
+        finally:
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+            call.cancel()
+
+    async def _read(self, call: Call) -> None:
+        while isinstance(message := await call.read(), pb.ChannelResponse):
+            self._lease.heard()
+            for frame in message.frames:
+                self.protocol.on_frame(convert.receiver_frame_from_proto(frame))
+
+    async def _write(self, call: Call) -> None:
+        while frames := await self._outbox.take():
+            await call.write(convert.sender_frames_to_proto(frames))
+        await call.done_writing()
+
+    async def _tick(self) -> None:
+        last, idle_s = time.monotonic(), 0.0
+        while True:
+            await asyncio.sleep(self._lease.tick_s)
+            now = time.monotonic()
+            elapsed_s, last = now - last, now
+            self.protocol.tick()
+            if not self._is_up:
+                continue
+            if not self._lease.tick(elapsed_s):
+                self.break_off(self._lost_error(f"silent for a lease of {self._parts.lease_s} s"))
+            elif self._lease.heartbeat_due:
+                self.send(Heartbeat())
+            idle_s = idle_s + elapsed_s if self.protocol.is_idle else 0.0
+            if idle_s > self._parts.idle_close_s:
+                self._end()
+                self._outbox.close()
+
+    def _end(self) -> None:
+        """From now on no new transfer comes here."""
+        if not self._ending:
+            self._ending = True
+            self._on_ending(self)
+
+    async def _settle(self) -> None:
+        """Gathers and puts of transfers that have failed come to their end."""
+        await self._loop.run_in_executor(self._parts.executor, int)
+        if self._endpoint is not None:
+            await asyncio.wrap_future(self._endpoint.close())
+
+    @property
+    def _name(self) -> str:
+        return f"decode worker {self.worker.worker_id} at {self.address}"
+
+    def _lost_error(self, why: str) -> BatonError:
+        return BatonError(ErrorKind.LEASE_LOST, f"lost {self._name}: {why}")

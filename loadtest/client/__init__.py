@@ -1,0 +1,1 @@
+"""How requests reach a server: OpenAI-compatible HTTP with SSE, and Baton's gRPC stream."""

@@ -1,0 +1,1 @@
+"""What requests ask for. A workload yields sessions; a session is one or more turns of one conversation."""

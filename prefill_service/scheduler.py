@@ -1,0 +1,185 @@
+"""Iteration-level batching of prompts, with chunked prefill under a token budget.
+
+    WAITING ──blocks for the whole prompt──► RUNNING ──last chunk──► SENDING ──transfer ended──► FINISHED
+    (FIFO)      transfer opened              a chunk a step;           first token is out,
+                                             final blocks pushed       KV committed
+
+A step takes chunks in order of arrival until the budget is spent; only the last of them is cut. A cached prefix is
+reused up to, but never including, the prompt's last token, whose logits are needed: so no block that is written to is
+ever shared. Blocks that the decode side holds are computed or matched here, but not sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from common.engine.batch import ScheduledSequence
+from common.engine.messages import Command, LegOutput, PrefillCommand, TransferEnded, TransferEvent
+from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
+from common.engine.sequence import SequenceStatus
+from common.errors import BatonError
+from common.kvcache.block_pool import BlockPool
+from common.kvcache.block_table import num_blocks_for_tokens
+from common.kvcache.prefix_cache import PrefixCache
+from common.sampling_params import FinishReason
+from kv_transfer.types import Handoff, OutgoingTransfer, SenderCallbacks, TransferStats, TransferTarget
+from prefill_service.sequence import PrefillSequence
+
+
+class TransferOpener(Protocol):
+    """KvSender, as far as a scheduler sees it. Thread-safe; returns at once; raises BatonError to refuse."""
+
+    def open(
+        self,
+        transfer_id: str,
+        target: TransferTarget,
+        expected_num_blocks: int,
+        callbacks: SenderCallbacks,
+        timeout_s: float,
+    ) -> OutgoingTransfer: ...
+
+
+class PrefillScheduler(SequenceScheduler[PrefillSequence]):
+    """post: hands a transfer's end, which comes on a foreign thread, to the engine's inbox."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, cache: PrefixCache, sender: TransferOpener, post: Post
+    ) -> None:
+        super().__init__(config, pool, cache)
+        self._sender = sender
+        self._post = post
+        self._waiting: deque[PrefillSequence] = deque()
+        self._running: list[PrefillSequence] = []
+
+    def _handle_own(self, item: Command | TransferEvent, now: float) -> None:
+        match item:
+            case PrefillCommand():
+                sequence = self._accept(item.spec, item.owner, now, PrefillSequence)
+                if sequence is not None:
+                    sequence.target = item.target
+                    self._waiting.append(sequence)
+            case TransferEnded():
+                sequence = self._sequences.get(item.transfer_id)
+                if sequence is None or sequence.arrival != item.arrival:
+                    self._drop()
+                else:
+                    self._on_transfer_end(sequence, item.result, now)
+            case _:
+                self._drop()
+
+    def _plan_step(self, now: float) -> list[tuple[PrefillSequence, ScheduledSequence]]:
+        budget = self._config.chunk_budget_tokens
+        step = []
+        for sequence in self._running:
+            if budget == 0:
+                break
+            scheduled = sequence.next_chunk(budget)
+            budget -= len(scheduled.token_ids)
+            step.append((sequence, scheduled))
+        while budget and self._waiting and len(self._running) < self._config.max_running:
+            sequence = self._waiting[0]
+            if not self._reserve_blocks(sequence):
+                break
+            self._waiting.popleft()
+            if self._start(sequence, now):
+                scheduled = sequence.next_chunk(budget)
+                budget -= len(scheduled.token_ids)
+                step.append((sequence, scheduled))
+        return step
+
+    def _reserve_blocks(self, sequence: PrefillSequence) -> bool:
+        """Blocks for all tokens whose KV is computed here; the last token is computed even if its block is cached."""
+        shareable = (sequence.num_tokens - 1) // self._config.block_size
+        if not self._take_blocks(sequence, shareable, sequence.num_tokens):
+            return False
+        self._count_prefix_hits(sequence)
+        return True
+
+    def _start(self, sequence: PrefillSequence, now: float) -> bool:
+        """WAITING → RUNNING with an open transfer that has the cached blocks already. False: refused, and ended."""
+        self._changed = True
+        sequence.started_at = now
+        num_blocks = num_blocks_for_tokens(sequence.num_tokens, self._config.block_size)
+        sequence.num_pushed_blocks = min(sequence.target.num_cached_tokens // self._config.block_size, num_blocks)
+        try:
+            sequence.outgoing = self._open_transfer(sequence, num_blocks - sequence.num_pushed_blocks, now)
+        except BatonError as error:
+            self._end(sequence, now, error=error)
+            return False
+        sequence.move_to(SequenceStatus.RUNNING)
+        self._running.append(sequence)
+        self._push_blocks(sequence, sequence.num_registered_blocks)
+        return True
+
+    def _open_transfer(self, sequence: PrefillSequence, num_blocks: int, now: float) -> OutgoingTransfer:
+        transfer_id, arrival, post = sequence.transfer_id, sequence.arrival, self._post
+
+        def on_end(result: TransferStats | BatonError) -> None:
+            post(TransferEnded(transfer_id, arrival, result))
+
+        callbacks = SenderCallbacks(on_gathered=_ignore, on_end=on_end)
+        timeout_s = sequence.deadline - now
+        return self._sender.open(transfer_id, sequence.target, num_blocks, callbacks, timeout_s)
+
+    def _push_blocks(self, sequence: PrefillSequence, num_final_blocks: int) -> None:
+        """Hand the transfer what has become final since the last push."""
+        if sequence.outgoing is not None and num_final_blocks > sequence.num_pushed_blocks:
+            block_ids = sequence.block_table.block_ids[sequence.num_pushed_blocks : num_final_blocks]
+            sequence.num_pushed_blocks = num_final_blocks
+            sequence.outgoing.push(block_ids)
+
+    def _after_chunk(self, sequence: PrefillSequence, token_id: int | None, now: float) -> None:
+        if token_id is None:
+            self._push_blocks(sequence, sequence.num_computed_tokens // self._config.block_size)
+            return
+        self._push_blocks(sequence, len(sequence.block_table))
+        self._running.remove(sequence)
+        sequence.move_to(SequenceStatus.SENDING)
+        sequence.token_ids.append(token_id)
+        sequence.first_token_at = now
+        finish_reason = sequence.finish_reason(self._config.max_model_len)
+        if sequence.outgoing is not None:
+            sequence.outgoing.commit(Handoff(sequence.num_computed_tokens, token_id, finish_reason))
+        first_token = LegOutput(
+            transfer_id=sequence.transfer_id,
+            first_index=sequence.num_output_tokens - 1,
+            token_ids=(token_id,),
+            finish_reason=finish_reason,
+        )
+        self._emit(sequence.owner, first_token)
+
+    def _on_transfer_end(self, sequence: PrefillSequence, result: TransferStats | BatonError, now: float) -> None:
+        if sequence.status == SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        if isinstance(result, TransferStats):
+            sequence.transfer_s, sequence.transfer_bytes = result.seconds, result.num_bytes
+        error = result if isinstance(result, BatonError) else None
+        if sequence.given_up:
+            error = sequence.error
+        aborted = sequence.given_up and error is None
+        self._end(sequence, now, finish_reason=FinishReason.ABORT if aborted else None, error=error)
+
+    def _give_up(self, sequence: PrefillSequence, error: BatonError | None, now: float) -> None:
+        if sequence.status == SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+            self._end(sequence, now, finish_reason=None if error else FinishReason.ABORT, error=error)
+            return
+        if sequence.given_up:
+            return
+        sequence.given_up, sequence.error = True, error
+        if sequence.status == SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            sequence.move_to(SequenceStatus.SENDING)
+        if sequence.outgoing is not None:
+            sequence.outgoing.abort()
+
+    def _num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _num_queued_tokens(self) -> int:
+        return sum(s.num_uncomputed_tokens for s in self._waiting) + sum(s.num_uncomputed_tokens for s in self._running)
+
+
+def _ignore(_: int) -> None:
+    """Blocks stay referenced until the transfer's end, which follows its last gathering closely."""

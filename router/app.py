@@ -1,0 +1,152 @@
+"""The router process: builds the parts, runs until a signal, and takes them down in order.
+
+registry ─► fleet ─► placer ─► dispatcher ─► gateway: HTTP, gRPC
+              ▲                    │
+prefix index ─┴────────────────────┘      metrics look at fleet and dispatcher
+
+SIGTERM   unready, no new work ─ shutdown_grace_s ─► streams that still run end with an error frame ─► exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from common.config import Settings
+from common.errors import BatonError, ErrorKind, StartupError
+from common.tasks import end_task
+from common.telemetry import get_logger
+from router.cluster.fleet import Fleet
+from router.cluster.prefix_index import PrefixIndex
+from router.cluster.registry import ModelIdentity, RegistryWatcher
+from router.dispatcher import Dispatcher
+from router.gateway.grpc_api import InferenceServicer
+from router.gateway.http import build_app
+from router.gateway.state import GatewayState, ServedModel
+from router.metrics import RouterMetrics
+from router.placer import Placer
+from router.served_model import load_served_model
+from router.servers import GrpcServer, HttpServer
+
+# For answers that were failed at the end of the grace period to reach their clients.
+LAST_WORDS_S: Final = 1.0
+REDIS_CONNECTIONS: Final = 16
+REDIS_CONNECT_S: Final = 1.0
+ENCODER_THREADS: Final = 2
+HEALTH_REFRESH_S: Final = 1.0
+
+_log = get_logger(__name__)
+
+
+async def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartupError (one line) where it can't start; returns on a clean stop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with serve(settings) as router:
+            _log.info("router is listening", http=router.http_url, grpc=router.grpc_address, model=router.model.name)
+            await stop.wait()
+            _log.info("router is stopping", in_flight=router.dispatcher.num_in_flight)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """What a caller of `serve` may look at."""
+
+    http_url: str
+    grpc_address: str
+    model: ServedModel
+    fleet: Fleet
+    dispatcher: Dispatcher
+
+
+@asynccontextmanager
+async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
+    """A router that listens while the context is open; leaving it is the clean stop. Raises StartupError."""
+    model = await asyncio.to_thread(load_served_model, settings)
+    transfer_prefix = secrets.token_hex(6)
+    async with AsyncExitStack() as stack:
+        redis = _redis(settings)
+        stack.push_async_callback(redis.aclose, close_connection_pool=True)
+        executor = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
+        stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+        metrics = RouterMetrics()
+        fleet = Fleet(f"router-{transfer_prefix}", time.monotonic)
+        stack.push_async_callback(fleet.close)
+        index = PrefixIndex(redis, time.monotonic)
+        placer = Placer(fleet, index, settings.cluster, settings.block_size, time.monotonic)
+        dispatcher = Dispatcher(placer, metrics, settings.max_waiting, transfer_prefix, time.monotonic)
+        metrics.watch(fleet, dispatcher)
+        state = GatewayState(settings, model, dispatcher, fleet, metrics, executor, time.monotonic)
+        identity = ModelIdentity(model.fingerprint, settings.block_size)
+        watcher = RegistryWatcher(redis, settings.cluster, identity, fleet.apply_records)
+
+        http = HttpServer(build_app(state), settings.host, settings.port, settings.shutdown_grace_s + LAST_WORDS_S)
+        stack.callback(http.close)
+        grpc_server = GrpcServer(InferenceServicer(state), settings.host, settings.grpc_port)
+        await grpc_server.start()
+        http.start()
+        stack.push_async_callback(end_task, asyncio.create_task(watcher.run(), name="registry"))
+        stack.push_async_callback(_drain, dispatcher, http, grpc_server, settings.shutdown_grace_s)
+        health = asyncio.create_task(_follow_readiness(state, grpc_server), name="health")
+        stack.push_async_callback(end_task, health)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        yield RunningRouter(f"http://{host}:{http.port}", f"{host}:{grpc_server.port}", model, fleet, dispatcher)
+
+
+async def _drain(dispatcher: Dispatcher, http: HttpServer, grpc_server: GrpcServer, grace_s: float) -> None:
+    """Requests that run may finish within grace_s; those that don't, fail with DRAINING."""
+    error = BatonError(ErrorKind.DRAINING, "the router is shutting down; try again elsewhere", retry_after_s=1.0)
+    dispatcher.refuse_new(error)
+    await grpc_server.set_serving(False)
+    http.stop_accepting()
+    grpc_stopped = asyncio.create_task(grpc_server.stop(grace_s + LAST_WORDS_S))
+    await dispatcher.wait_empty(grace_s)
+    dispatcher.fail_all(error)
+    await http.wait_stopped()
+    await grpc_stopped
+
+
+async def _follow_readiness(state: GatewayState, grpc_server: GrpcServer) -> None:
+    """grpc.health.v1 says what /ready says."""
+    shown = False
+    while True:
+        if state.ready != shown:
+            shown = state.ready
+            await grpc_server.set_serving(shown)
+            _log.info("router is ready" if shown else "router is not ready")
+        await state.fleet.wait_changed(HEALTH_REFRESH_S)
+
+
+def _redis(settings: Settings) -> Redis:
+    """Lazy: nothing is dialled yet. A pool of bounded size whose users wait for each other."""
+    url = settings.redis_url.get_secret_value()
+    if not url:
+        raise StartupError("the router needs the Redis that its workers use: pass --redis-url redis://HOST:6379")
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=REDIS_CONNECTIONS,
+            timeout=REDIS_CONNECT_S,
+            socket_connect_timeout=REDIS_CONNECT_S,
+            retry=Retry(NoBackoff(), 1),
+        )
+    except ValueError as error:
+        raise StartupError(f"redis_url is not understood: {error}") from None
+    return Redis(connection_pool=pool)

@@ -1,0 +1,120 @@
+"""All workers of the cluster: one session each, following the registry; what placement and readiness are asked of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from common.registry import Role, WorkerRecord
+from common.telemetry import get_logger
+from router.cluster.worker_session import WorkerSession
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    session: WorkerSession
+    task: asyncio.Task[None]
+
+
+class Fleet:
+    """Owns the sessions and their tasks. All methods belong to the event loop.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, router_id: str, clock: Callable[[], float]) -> None:
+        self._router_id = router_id
+        self._clock = clock
+        self._members: dict[str, _Member] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        # Of workers that are gone; the counter must not fall when one leaves.
+        self._late_frames_of_gone = 0
+
+    def apply_records(self, records: Mapping[str, WorkerRecord]) -> None:
+        """Follow the registry: new incarnations are dialled, replaced ones dropped.
+
+        A worker that is connected outlives its record: the session is the better evidence, and an emptied Redis must
+        not empty the fleet.
+        """
+        for worker_id, record in records.items():
+            member = self._members.get(worker_id)
+            if member is not None and _same_incarnation(member.session.record, record):
+                if member.session.record != record:
+                    member.session.record = record
+                    self._notify()
+                continue
+            if member is not None:
+                _log.info("worker restarted", worker_id=worker_id, old_epoch=member.session.record.epoch)
+                self._drop(worker_id)
+            self._add(record)
+        for worker_id in [w for w, m in self._members.items() if w not in records and not m.session.ready]:
+            _log.info("worker gone", worker_id=worker_id)
+            self._drop(worker_id)
+
+    def sessions(self, role: Role | None = None) -> list[WorkerSession]:
+        """Of all known workers, connected or not."""
+        return [m.session for m in self._members.values() if role is None or m.session.record.role == role]
+
+    def usable(self, role: Role) -> list[WorkerSession]:
+        """Those that may take new work: connected and not draining."""
+        return [s for s in self.sessions(role) if s.ready and not s.record.draining]
+
+    def session(self, worker_id: str) -> WorkerSession | None:
+        member = self._members.get(worker_id)
+        return None if member is None else member.session
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be served: both roles, or decode alone where no prefill worker exists at all."""
+        return bool(self.usable("decode")) and bool(self.usable("prefill") or not self.sessions("prefill"))
+
+    @property
+    def num_late_frames(self) -> int:
+        """Frames for transfers that this router had let go of, since the start."""
+        return self._late_frames_of_gone + sum(s.num_late_frames for s in self.sessions())
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Returns at the next change of any worker's state, or after timeout_s."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def close(self) -> None:
+        """End every session; their requests hear of it as of a loss."""
+        for worker_id in list(self._members):
+            self._drop(worker_id)
+        await _wait_all(self._ending)
+
+    def _add(self, record: WorkerRecord) -> None:
+        session = WorkerSession(record, self._router_id, self._notify, self._clock)
+        task = asyncio.create_task(session.run(), name=f"session {record.worker_id}")
+        self._members[record.worker_id] = _Member(session, task)
+        self._notify()
+
+    def _drop(self, worker_id: str) -> None:
+        member = self._members.pop(worker_id)
+        self._late_frames_of_gone += member.session.num_late_frames
+        member.session.close()
+        member.task.cancel()
+        self._ending.add(member.task)
+        member.task.add_done_callback(self._ending.discard)
+        self._notify()
+
+    def _notify(self) -> None:
+        # Whoever waits holds the old event; who comes later waits for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _same_incarnation(known: WorkerRecord, record: WorkerRecord) -> bool:
+    return (known.epoch, known.grpc_address, known.role) == (record.epoch, record.grpc_address, record.role)
+
+
+async def _wait_all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

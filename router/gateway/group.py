@@ -1,0 +1,78 @@
+"""The generations of one HTTP request: started together, ended together, and given up when the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive
+
+from router.gateway.generation import Generation, TextDelta
+from router.gateway.mailbox import Mailbox
+from router.gateway.state import GatewayState
+from router.spec import Finished, GenerationSpec, Usage
+
+
+class GenerationGroup:
+    """Generation i continues specs[i]. Owned by one response."""
+
+    def __init__(self, state: GatewayState, specs: Sequence[GenerationSpec]) -> None:
+        self._mailbox: Mailbox[Generation] = Mailbox()
+        self._open: set[Generation] = set()
+        self._usages: list[Usage] = []
+        try:
+            for index, spec in enumerate(specs):
+                detokenizer = state.model.new_detokenizer()
+                post = self._mailbox.post
+                self._open.add(Generation(spec, index, state.dispatcher, detokenizer, post, state.metrics, state.clock))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    @property
+    def usage(self) -> Usage:
+        """Of all finished generations together."""
+        columns = zip(*((u.prompt_tokens, u.completion_tokens, u.cached_tokens) for u in self._usages), strict=True)
+        return Usage(*map(sum, columns))
+
+    async def next(self) -> tuple[Generation, TextDelta]:
+        """The next news of any, perhaps with its end, an error included. Raises ClosedMailboxError when the client is
+        gone.
+        """
+        while True:
+            generation = await self._mailbox.get()
+            if generation not in self._open:
+                continue
+            delta = generation.take()
+            if delta.end is not None:
+                self._open.discard(generation)
+                if isinstance(delta.end, Finished):
+                    self._usages.append(delta.end.usage)
+            return generation, delta
+
+    def close(self) -> None:
+        """Abort whatever still runs."""
+        for generation in self._open:
+            generation.close()
+        self._open.clear()
+
+    @asynccontextmanager
+    async def watched(self, receive: Receive) -> AsyncIterator[None]:
+        """While inside, the client's disconnect makes `next` raise; at the end nothing runs any more."""
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            self.close()
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._mailbox.close()

@@ -1,0 +1,161 @@
+"""The public gRPC API: many generations on one stream, interleaved, each with exactly one end frame.
+
+One reader takes the client's frames, one writer sends; a generation needs no task of its own.
+
+    client half-closes   no more starts; what runs, finishes; then the stream ends
+    client cancels       everything is aborted at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final, TypeAlias
+
+import grpc
+
+from baton.inference.v1 import inference_pb2, inference_pb2_grpc
+from common.errors import BatonError, invalid
+from common.telemetry import get_logger
+from router.gateway import grpc_convert as convert
+from router.gateway.errors import as_baton_error
+from router.gateway.generation import Generation
+from router.gateway.mailbox import ClosedMailboxError, Mailbox
+from router.gateway.state import GatewayState
+from router.gateway.validation import prepare
+from router.spec import Finished
+
+MAX_REQUEST_ID_CHARS: Final = 128
+# Error frames that a client which reads nothing can make us keep.
+MAX_PENDING_ERRORS: Final = 1024
+
+_log = get_logger(__name__)
+Context: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """A stream's generations live in its call; the streams are known only so that `drain` can end them."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+        self._streams: set[_GenerateStream] = set()
+
+    def drain(self) -> None:
+        """Every stream ends as soon as nothing runs on it, as if its client had half-closed it."""
+        for stream in self._streams:
+            stream.drain()
+
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
+    ) -> None:
+        stream = _GenerateStream(self._state, context)
+        self._streams.add(stream)
+        try:
+            await stream.serve(request_iterator)
+        finally:
+            self._streams.discard(stream)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[convert.model_to_proto(self._state.model)])
+
+
+class _Wake:
+    """In the mailbox: something beside the generations changed."""
+
+
+class _GenerateStream:
+    def __init__(self, state: GatewayState, context: Context) -> None:
+        self._state = state
+        self._context = context
+        self._mailbox: Mailbox[Generation | _Wake] = Mailbox()
+        self._running: dict[str, Generation] = {}
+        self._errors: deque[inference_pb2.GenerateResponse] = deque()
+        self._wake = _Wake()
+        self._no_more_starts = False
+
+    def drain(self) -> None:
+        self._no_more_starts = True
+        self._mailbox.post(self._wake)
+
+    async def serve(self, requests: AsyncIterator[inference_pb2.GenerateRequest]) -> None:
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while not (self._no_more_starts and not self._running and not self._errors):
+                await self._write_news(await self._mailbox.get())
+        except ClosedMailboxError:
+            return  # the client is gone
+        finally:
+            for generation in self._running.values():
+                generation.close()
+            self._running.clear()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    # -- from the client
+
+    async def _read(self, requests: AsyncIterator[inference_pb2.GenerateRequest]) -> None:
+        try:
+            async for request in requests:
+                if request.HasField("start"):
+                    await self._start(request.start)
+                elif request.HasField("abort"):
+                    self._abort(request.abort.request_id)
+                else:
+                    self._refuse("", invalid("a frame must hold start or abort"))
+            self.drain()
+        except Exception as error:
+            # Without a reader nobody could abort: the stream is over, and the log says why.
+            _log.info("client stream broke", reason=str(error) or type(error).__name__)
+            self._mailbox.close()
+
+    async def _start(self, start: inference_pb2.StartGeneration) -> None:
+        state, request_id = self._state, start.request_id
+        try:
+            if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
+                raise invalid(f"`request_id` must have 1 to {MAX_REQUEST_ID_CHARS} characters", "request_id")
+            if request_id in self._running:
+                raise invalid(f"`request_id` {request_id!r} is running on this stream already", "request_id")
+            state.dispatcher.check_room()
+            asked = convert.asked_from_proto(start, state.clock(), self._context.time_remaining())
+            spec = await prepare(state, asked)
+            self._running[request_id] = Generation(
+                spec, 0, state.dispatcher, state.model.new_detokenizer(), self._mailbox.post, state.metrics, state.clock
+            )
+        except Exception as error:
+            known = as_baton_error(error, request_id)
+            state.metrics.on_refused(known.kind)
+            self._refuse(request_id, known)
+
+    def _abort(self, request_id: str) -> None:
+        """Its end frame is an error of kind CANCELLED; unknown ids may have ended this moment and are no error."""
+        generation = self._running.get(request_id)
+        if generation is not None:
+            generation.close()
+
+    def _refuse(self, request_id: str, error: BatonError) -> None:
+        self._errors.append(convert.error_to_proto(request_id, error))
+        if len(self._errors) > MAX_PENDING_ERRORS:
+            self._mailbox.close()
+        self._mailbox.post(self._wake)
+
+    # -- to the client
+
+    async def _write_news(self, item: Generation | _Wake) -> None:
+        while self._errors:
+            await self._context.write(self._errors.popleft())
+        if isinstance(item, _Wake) or self._running.get(item.request_id) is not item:
+            return
+        delta = item.take()
+        if delta.end is not None:
+            # Before the write: the id is free again when the client reads the end.
+            del self._running[item.request_id]
+        if delta.token_ids or delta.text:
+            await self._context.write(convert.chunk_to_proto(item.request_id, delta))
+        item.mark_written()
+        if isinstance(delta.end, Finished):
+            await self._context.write(convert.finished_to_proto(item.request_id, delta.end))
+        elif delta.end is not None:
+            await self._context.write(convert.error_to_proto(item.request_id, delta.end))

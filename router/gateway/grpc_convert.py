@@ -1,0 +1,95 @@
+"""Public gRPC API: protobuf to and from the gateway's own types."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.common.v1 import common_pb2
+from baton.inference.v1 import inference_pb2
+from common.errors import BatonError, ErrorKind, invalid
+from common.sampling_params import FinishReason
+from router.gateway.generation import TextDelta
+from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.gateway.state import ServedModel
+from router.spec import Finished
+
+_KINDS: Final = {kind: common_pb2.ErrorKind.Value(f"ERROR_KIND_{kind.name}") for kind in ErrorKind}
+_REASONS: Final = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+
+
+def asked_from_proto(start: inference_pb2.StartGeneration, received_at: float, deadline_s: float | None) -> Asked:
+    """deadline_s: what is left of the call's own deadline. Raises INVALID_REQUEST for a missing prompt."""
+    timeouts_s: dict[str, float] = {}
+    if start.timeout_ms:
+        timeouts_s["timeout_ms"] = start.timeout_ms / 1000
+    if deadline_s is not None:
+        timeouts_s["grpc-timeout"] = max(deadline_s, 0.001)
+    prompt, param = _prompt(start)
+    return Asked(
+        request_id=start.request_id,
+        model=start.model,
+        prompt=prompt,
+        sampling=_sampling(start.sampling),
+        default_max_tokens=None,
+        cache_salt=start.cache_salt,
+        timeouts_s=timeouts_s,
+        received_at=received_at,
+        prompt_param=param,
+    )
+
+
+def chunk_to_proto(request_id: str, delta: TextDelta) -> inference_pb2.GenerateResponse:
+    chunk = inference_pb2.TokenChunk(first_index=delta.first_index, token_ids=delta.token_ids, text=delta.text)
+    return inference_pb2.GenerateResponse(request_id=request_id, chunk=chunk)
+
+
+def finished_to_proto(request_id: str, end: Finished) -> inference_pb2.GenerateResponse:
+    usage = inference_pb2.Usage(
+        prompt_tokens=end.usage.prompt_tokens,
+        completion_tokens=end.usage.completion_tokens,
+        cached_tokens=end.usage.cached_tokens,
+    )
+    finished = inference_pb2.GenerationFinished(finish_reason=_REASONS[end.reason], usage=usage)
+    return inference_pb2.GenerateResponse(request_id=request_id, finished=finished)
+
+
+def error_to_proto(request_id: str, error: BatonError) -> inference_pb2.GenerateResponse:
+    detail = common_pb2.ErrorDetail(
+        kind=_KINDS[error.kind],
+        message=error.message,
+        param=error.param or "",
+        retry_after_ms=int((error.retry_after_s or 0.0) * 1000),
+    )
+    return inference_pb2.GenerateResponse(request_id=request_id, error=detail)
+
+
+def model_to_proto(model: ServedModel) -> inference_pb2.Model:
+    return inference_pb2.Model(id=model.name, max_model_len=model.max_model_len)
+
+
+def _prompt(start: inference_pb2.StartGeneration) -> tuple[Prompt, str]:
+    kind = start.WhichOneof("prompt")
+    if kind == "text":
+        return TextPrompt(start.text), "text"
+    if kind == "tokens":
+        return TokenPrompt(list(start.tokens.token_ids)), "tokens"
+    if kind == "chat":
+        if not start.chat.messages:
+            raise invalid("`chat` has no messages: there is nothing to answer", "chat")
+        return ChatPrompt([{"role": m.role, "content": m.content} for m in start.chat.messages]), "chat"
+    raise invalid("the prompt is missing: set text, tokens or chat", "prompt")
+
+
+def _sampling(sampling: inference_pb2.SamplingParams) -> AskedSampling:
+    # protobuf floats are 32 bits wide: 0.9 arrives as 0.899999976.
+    return AskedSampling(
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_k=sampling.top_k if sampling.HasField("top_k") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        min_p=sampling.min_p if sampling.HasField("min_p") else None,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )

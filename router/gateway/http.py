@@ -1,0 +1,132 @@
+"""The HTTP face: routes, and errors in OpenAI's form whatever raised them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import BatonError, ErrorKind
+from router.gateway.errors import as_baton_error, error_response, framework_error_response
+from router.gateway.http_request import request_id_of
+from router.gateway.openai_endpoints import OpenAiEndpoints
+from router.gateway.openai_models import ChatBody, CompletionBody
+from router.gateway.state import GatewayState
+from router.gateway.validation import check_model
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+_JSON: Final = "application/json"
+_SCHEMA_PATH: Final = "#/components/schemas/"
+
+
+def build_app(state: GatewayState) -> FastAPI:
+    """The ASGI application; it owns nothing and needs no lifespan."""
+    app = _BatonApp(title="Baton", summary="OpenAI-compatible inference", redoc_url=None)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+    def route(method: str, path: str, endpoint: Endpoint, body: type[BaseModel] | None = None) -> None:
+        extra = {} if body is None else _documented_body(body)
+        app.add_api_route(
+            path, _guarded(state, endpoint), methods=[method], name=path, response_class=Response, openapi_extra=extra
+        )
+
+    openai, ops = OpenAiEndpoints(state), _OpsEndpoints(state)
+    route("POST", "/v1/completions", openai.completions, CompletionBody)
+    route("POST", "/v1/chat/completions", openai.chat, ChatBody)
+    route("GET", "/v1/models", ops.models)
+    route("GET", "/v1/models/{model:path}", ops.model)
+    route("GET", "/health", ops.health)
+    route("GET", "/ready", ops.ready)
+    route("GET", "/metrics", ops.metrics)
+    return app
+
+
+class _BatonApp(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Bodies are parsed by hand, once, with messages of our own; so their schemas are added by hand, too."""
+        if self.openapi_schema is None:
+            _, schemas = models_json_schema(
+                [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_SCHEMA_PATH + "{model}"
+            )
+            super().openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return super().openapi()
+
+
+class _OpsEndpoints:
+    """What clients, orchestrators and monitoring ask about the server itself."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_object()]})
+
+    async def model(self, request: Request) -> Response:
+        check_model(self._state.model, request.path_params["model"])
+        return _json(self._model_object())
+
+    async def health(self, request: Request) -> Response:
+        """The process lives and its event loop turns."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 only while a request would be served."""
+        if self._state.ready:
+            return _json({"status": "ready"})
+        if not self._state.dispatcher.accepting:
+            raise BatonError(ErrorKind.DRAINING, "the router is shutting down")
+        missing = [role for role in ("prefill", "decode") if not self._state.fleet.usable(role)]
+        raise BatonError(ErrorKind.NO_WORKER, f"no connected worker for: {', '.join(missing)}")
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    def _model_object(self) -> dict[str, Any]:
+        model = self._state.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "baton",
+            "max_model_len": model.max_model_len,
+        }
+
+
+def _guarded(state: GatewayState, endpoint: Endpoint) -> Endpoint:
+    """Writes whatever the endpoint raises as an error object."""
+
+    async def guarded(request: Request) -> Response:
+        request_id = request_id_of(request)
+        try:
+            return await endpoint(request)
+        except Exception as error:
+            known = as_baton_error(error, request_id)
+            if request.method == "POST":
+                state.metrics.on_refused(known.kind)
+            return error_response(known, request_id)
+
+    return guarded
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods."""
+    if not isinstance(error, HTTPException):
+        raise error
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return framework_error_response(error.status_code, message, request_id_of(request), dict(error.headers or {}))
+
+
+def _documented_body(body: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {_JSON: {"schema": {"$ref": _SCHEMA_PATH + body.__name__}}}}}
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type=_JSON)

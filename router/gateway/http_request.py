@@ -1,0 +1,55 @@
+"""What every HTTP request has: an id, a body within bounds, and a time by which it must be answered."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Final
+
+from starlette.requests import Request
+
+from common.errors import BatonError, ErrorKind, invalid
+
+MAX_BODY_BYTES: Final = 16 << 20
+TIMEOUT_HEADER: Final = "x-request-timeout"
+_SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SCOPE_KEY: Final = "baton.request_id"
+
+
+def request_id_of(request: Request) -> str:
+    """The client's x-request-id where it is harmless, else one of our own; the same for the request's whole life."""
+    known: str | None = request.scope.get(_SCOPE_KEY)
+    if known is None:
+        given = request.headers.get("x-request-id", "")
+        known = given if _SANE_ID.fullmatch(given) else secrets.token_hex(12)
+        request.scope[_SCOPE_KEY] = known
+    return known
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises INVALID_REQUEST once it exceeds MAX_BODY_BYTES; the rest is not read."""
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise BatonError(ErrorKind.CANCELLED, "the client left before its request was complete")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise invalid(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def timeouts_of(request: Request, body_timeout_s: float | None) -> dict[str, float]:
+    """Field name → seconds, for each place where the client may set a timeout. Raises INVALID_REQUEST."""
+    timeouts = {} if body_timeout_s is None else {"timeout": body_timeout_s}
+    header = request.headers.get(TIMEOUT_HEADER)
+    if header is not None:
+        try:
+            timeouts[TIMEOUT_HEADER] = float(header)
+        except ValueError:
+            raise invalid(f"`{TIMEOUT_HEADER}` must be a number of seconds", TIMEOUT_HEADER) from None
+    return timeouts

@@ -1,0 +1,109 @@
+"""POST /v1/completions and /v1/chat/completions: body in, generating response out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import invalid
+from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
+from router.gateway.group import GenerationGroup
+from router.gateway.http_request import read_body, request_id_of, timeouts_of
+from router.gateway.openai_models import ChatBody, CompletionBody, GenerationBody, parse_body
+from router.gateway.prompts import Asked, Prompt
+from router.gateway.responses import EventStream, WholeAnswer
+from router.gateway.state import GatewayState
+from router.gateway.validation import check_model, prepare
+from router.spec import GenerationSpec
+
+MAX_PROMPTS: Final = 128
+# OpenAI's default for completions; a chat answer may go up to the context.
+COMPLETION_MAX_TOKENS: Final = 16
+
+
+class OpenAiEndpoints:
+    """Stateless but for the gateway's parts. Everything here raises BatonError for the HTTP layer to write."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def completions(self, request: Request) -> Response:
+        received_at = self._state.clock()
+        body = parse_body(CompletionBody, await read_body(request))
+        check_model(self._state.model, body.model or "")
+        prompts = body.prompts()
+        if len(prompts) > MAX_PROMPTS:
+            raise invalid(f"`prompt` has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+        specs = await self._prepare(request, body, prompts, received_at, COMPLETION_MAX_TOKENS, "prompt")
+        answer = CompletionFormat(self._envelope(body, f"cmpl-{request_id_of(request)}"))
+        return self._respond(request, body, specs, answer)
+
+    async def chat(self, request: Request) -> Response:
+        received_at = self._state.clock()
+        body = parse_body(ChatBody, await read_body(request))
+        check_model(self._state.model, body.model or "")
+        specs = await self._prepare(request, body, [body.prompt()], received_at, None, "messages")
+        answer = ChatFormat(self._envelope(body, f"chatcmpl-{request_id_of(request)}"))
+        return self._respond(request, body, specs, answer)
+
+    async def _prepare(
+        self,
+        request: Request,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        received_at: float,
+        default_max_tokens: int | None,
+        prompt_param: str,
+    ) -> list[GenerationSpec]:
+        # Before work is put into tokenizing what would be turned away.
+        self._state.dispatcher.check_room(len(prompts))
+        sampling = body.asked_sampling()
+        timeouts_s = timeouts_of(request, body.timeout)
+        return [
+            await prepare(
+                self._state,
+                Asked(
+                    request_id=request_id_of(request),
+                    model=body.model or "",
+                    prompt=prompt,
+                    sampling=sampling,
+                    default_max_tokens=default_max_tokens,
+                    cache_salt=body.cache_salt or "",
+                    timeouts_s=timeouts_s,
+                    received_at=received_at,
+                    prompt_param=prompt_param if len(prompts) == 1 else f"{prompt_param}[{index}]",
+                ),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _envelope(self, body: GenerationBody, answer_id: str) -> Envelope:
+        return Envelope(
+            answer_id=answer_id,
+            created=int(time.time()),
+            model=self._state.model.name,
+            with_token_ids=bool(body.return_token_ids),
+            with_usage=body.include_usage,
+        )
+
+    def _respond(
+        self, request: Request, body: GenerationBody, specs: list[GenerationSpec], answer: AnswerFormat
+    ) -> Response:
+        def start() -> GenerationGroup:
+            return GenerationGroup(self._state, specs)
+
+        request_id, deadline = request_id_of(request), max(spec.deadline for spec in specs)
+        if not body.stream:
+            return WholeAnswer(start, answer, request_id, deadline)
+        return EventStream(
+            start,
+            answer,
+            request_id,
+            deadline,
+            with_usage=body.include_usage,
+            with_empty_text=bool(body.return_token_ids),
+        )

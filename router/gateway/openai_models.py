@@ -1,0 +1,234 @@
+"""Bodies of the OpenAI endpoints. Types are strict; ranges are checked where gRPC's are, in validation.py.
+
+Unknown fields are ignored, as OpenAI's servers do for clients of a later day. Known fields that would change the answer
+and are not served are refused, unless they hold the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import BatonError, invalid
+from router.gateway.prompts import AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
+
+
+# Field → whether a value changes nothing.
+_NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
+    "n": lambda v: type(v) is int and v == 1,
+    "best_of": lambda v: type(v) is int and v == 1,
+    "logprobs": lambda v: v is False,
+    "top_logprobs": _is_zero,
+    "tools": lambda v: v == [],
+    "tool_choice": lambda v: v in ("none", "auto"),
+    "functions": lambda v: v == [],
+    "function_call": lambda v: v in ("none", "auto"),
+    "response_format": lambda v: v == {"type": "text"},
+    "presence_penalty": _is_zero,
+    "frequency_penalty": _is_zero,
+    "repetition_penalty": lambda v: type(v) in (int, float) and v == 1,
+    "logit_bias": lambda v: v == {},
+    "echo": lambda v: v is False,
+    "suffix": lambda v: v == "",
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(_Body):
+    """Fields that both endpoints share."""
+
+    model: str | None = Field(None, description="the served model's name; left out: the only one")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, description="bound on the output's tokens")
+    temperature: float | None = Field(None, description="0 to 2; 0 is greedy; default 1")
+    top_p: float | None = Field(None, description="above 0, to 1")
+    top_k: int | None = Field(None, description="0 or -1: off")
+    min_p: float | None = Field(None, description="0 to 1; relative to the likeliest token")
+    seed: int | None = Field(None, description="same seed, same text")
+    stop: str | list[str] | None = Field(None, description="up to 4 strings that end the text, not part of it")
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = False
+    return_token_ids: bool | None = Field(False, description="add token_ids to each choice")
+    timeout: float | None = Field(None, description="seconds after which the request fails with 504")
+    cache_salt: str | None = Field(None, description="prompts share cached blocks only within one salt")
+    user: str | None = None
+
+    n: Any = None
+    best_of: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_supported(self) -> None:
+        """Raises INVALID_REQUEST naming the first field that asks for what is not served."""
+        for field in self.model_fields_set & _NEUTRAL.keys():
+            value = getattr(self, field)
+            if value is not None and not _NEUTRAL[field](value):
+                raise invalid(f"`{field}` = {str(value)[:80]} is not supported: leave it out", field)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+
+    def asked_sampling(self) -> AskedSampling:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return AskedSampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions. prompt: a string, token ids, or a list of either (one choice each)."""
+
+    prompt: Any = Field(description="string, list of strings, token ids, or list of lists of token ids")
+
+    def prompts(self) -> list[Prompt]:
+        """At least one. Raises INVALID_REQUEST naming `prompt`."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [TextPrompt(prompt)]
+        if not isinstance(prompt, list):
+            raise invalid(f"`prompt` must be a string or a list, found {_json_type(prompt)}", "prompt")
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [TokenPrompt(prompt)]
+        if kinds == {str}:
+            return [TextPrompt(text) for text in prompt]
+        if kinds == {list}:
+            for index, token_ids in enumerate(prompt):
+                if set(map(type, token_ids)) != {int}:
+                    raise invalid(f"`prompt[{index}]` must be a non-empty list of token ids", f"prompt[{index}]")
+            return [TokenPrompt(token_ids) for token_ids in prompt]
+        if not kinds:
+            raise invalid("`prompt` is empty: there is nothing to continue", "prompt")
+        raise invalid("`prompt` must hold strings only, token ids only, or lists of token ids only", "prompt")
+
+
+class ContentPart(_Body):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(_Body):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = Field(None, description="as max_tokens")
+
+    def prompt(self) -> ChatPrompt:
+        """Raises INVALID_REQUEST naming the message at fault."""
+        if not self.messages:
+            raise invalid("`messages` is empty: there is nothing to answer", "messages")
+        return ChatPrompt([_message(i, message) for i, message in enumerate(self.messages)])
+
+    def asked_sampling(self) -> AskedSampling:
+        asked = super().asked_sampling()
+        bound = self.max_completion_tokens
+        if bound is None:
+            return asked
+        if asked.max_tokens not in (None, bound):
+            message = f"`max_tokens` ({asked.max_tokens}) and `max_completion_tokens` ({bound}) differ: give one"
+            raise invalid(message, "max_completion_tokens")
+        return replace(asked, max_tokens=bound, max_tokens_field="max_completion_tokens")
+
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+def parse_body(kind: type[B], data: bytes) -> B:
+    """Raises INVALID_REQUEST for broken JSON, wrong types and fields that are not served."""
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _to_baton_error(error) from None
+    body.check_supported()
+    return body
+
+
+def _message(index: int, message: ChatMessage) -> Mapping[str, str]:
+    where = f"messages[{index}]"
+    if message.content is None:
+        raise invalid(f"`{where}.content` is missing", f"{where}.content")
+    content = message.content if isinstance(message.content, str) else _joined_text(message.content, where)
+    rendered = {"role": message.role, "content": content}
+    return rendered if message.name is None else {**rendered, "name": message.name}
+
+
+def _joined_text(parts: list[ContentPart], where: str) -> str:
+    for index, part in enumerate(parts):
+        if part.type != "text" or part.text is None:
+            param = f"{where}.content[{index}]"
+            raise invalid(f"`{param}` is of type {part.type[:40]!r}; this model reads only text parts", param)
+    return "".join(part.text or "" for part in parts)
+
+
+def _to_baton_error(error: ValidationError) -> BatonError:
+    """One complaint, in one line."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union every member complains; the one that came furthest is what the client meant.
+    first = max(complaints, key=lambda complaint: len(complaint["loc"]))
+    message = " ".join(first["msg"].split())
+    if first["type"] == "json_invalid":
+        return invalid(f"the body is not valid JSON: {message.removeprefix('Invalid JSON: ')}")
+    param = _field_path(first["loc"])
+    if not param:
+        return invalid("the body must be a JSON object")
+    if first["type"] == "missing":
+        return invalid(f"`{param}` is required", param)
+    return invalid(f"`{param}`: {message[0].lower()}{message[1:]}", param)
+
+
+def _field_path(loc: tuple[int | str, ...]) -> str:
+    """messages[0].content, without pydantic's tags for the members of a union ("str", "list[str]")."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list"):
+            path += f".{part}" if path else part
+    return path
+
+
+def _json_type(value: Any) -> str:
+    return {bool: "a boolean", int: "a number", float: "a number", dict: "an object"}.get(type(value), "null")

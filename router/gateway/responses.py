@@ -1,0 +1,157 @@
+"""ASGI responses that generate: one JSON object at the end, or server-sent events as tokens come.
+
+A stream's status line waits for the first news, so that a request that fails before any token is an HTTP error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import BatonError
+from common.telemetry import get_logger
+from router.gateway.errors import as_baton_error, error_json, error_response
+from router.gateway.formats import AnswerFormat, Choice
+from router.gateway.generation import TextDelta
+from router.gateway.group import GenerationGroup
+from router.gateway.mailbox import ClosedMailboxError
+from router.spec import Finished
+
+# Past a request's deadline, a connection that takes no bytes is given up.
+WRITE_GRACE_S: Final = 5.0
+DONE: Final = b"data: [DONE]\n\n"
+
+_log = get_logger(__name__)
+
+
+class _GeneratingResponse(Response):
+    """deadline: the event loop's seconds; nothing is written later than a little after it."""
+
+    def __init__(
+        self, start: Callable[[], GenerationGroup], answer: AnswerFormat, request_id: str, deadline: float
+    ) -> None:
+        super().__init__(headers={"x-request-id": request_id})
+        self._start = start
+        self._answer = answer
+        self._request_id = request_id
+        self._deadline = deadline
+        self._started = False  # the status line is out
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            group = self._start()
+            async with asyncio.timeout_at(self._deadline + WRITE_GRACE_S), group.watched(receive):
+                await self._generate(group, scope, receive, send)
+        except ClosedMailboxError:
+            _log.debug("client is gone", request_id=self._request_id)
+        except TimeoutError:
+            _log.warning("client takes no bytes, connection given up", request_id=self._request_id)
+        except Exception as error:
+            known = as_baton_error(error, self._request_id)
+            if self._started:
+                await _write(send, _event(error_json(known)), last=True)
+            else:
+                await error_response(known, self._request_id)(scope, receive, send)
+
+    async def _generate(self, group: GenerationGroup, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class WholeAnswer(_GeneratingResponse):
+    """One JSON object. An error of any choice is the answer's."""
+
+    async def _generate(self, group: GenerationGroup, scope: Scope, receive: Receive, send: Send) -> None:
+        texts: dict[int, list[str]] = {}
+        tokens: dict[int, list[int]] = {}
+        reasons: dict[int, str] = {}
+        while not group.done:
+            generation, delta = await group.next()
+            texts.setdefault(generation.index, []).append(delta.text)
+            tokens.setdefault(generation.index, []).extend(delta.token_ids)
+            if isinstance(delta.end, Finished):
+                reasons[generation.index] = delta.end.reason.value
+            elif delta.end is not None:
+                raise delta.end
+            generation.mark_written()
+        choices = [Choice(i, "".join(texts[i]), tokens[i], reasons[i]) for i in sorted(reasons)]
+        body = orjson.dumps(self._answer.whole(choices, group.usage))
+        headers = {"x-request-id": self._request_id}
+        await Response(body, 200, headers, "application/json")(scope, receive, send)
+
+
+class EventStream(_GeneratingResponse):
+    """Server-sent events, one write for all that is new of a choice. A slow reader finds many tokens in one chunk.
+
+    with_usage: a last chunk has the usage. with_empty_text: chunks are sent even where their tokens add no text yet.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], GenerationGroup],
+        answer: AnswerFormat,
+        request_id: str,
+        deadline: float,
+        *,
+        with_usage: bool,
+        with_empty_text: bool,
+    ) -> None:
+        super().__init__(start, answer, request_id, deadline)
+        self._with_usage = with_usage
+        self._with_empty_text = with_empty_text
+
+    async def _generate(self, group: GenerationGroup, scope: Scope, receive: Receive, send: Send) -> None:
+        opened: set[int] = set()
+        while not group.done:
+            generation, delta = await group.next()
+            failed = isinstance(delta.end, BatonError)
+            if isinstance(delta.end, BatonError) and not self._started:
+                raise delta.end
+            events = self._events(generation.index, delta, opened)
+            if not events:
+                continue
+            if not self._started:
+                self._started = True
+                await send(self._head())
+            if group.done and not failed:
+                events += self._closing(group)
+            await _write(send, events, last=failed or group.done)
+            generation.mark_written()
+            if failed:
+                return
+
+    def _events(self, index: int, delta: TextDelta, opened: set[int]) -> bytes:
+        """The news of one choice; empty where a client would see nothing new."""
+        chunks: list[dict[str, Any] | None] = []
+        if delta.text or isinstance(delta.end, Finished) or (self._with_empty_text and delta.token_ids):
+            if index not in opened:
+                opened.add(index)
+                chunks.append(self._answer.opening(index))
+            chunks.append(self._answer.chunk(index, delta))
+        events = b"".join(_event(orjson.dumps(chunk)) for chunk in chunks if chunk is not None)
+        return events + _event(error_json(delta.end)) if isinstance(delta.end, BatonError) else events
+
+    def _closing(self, group: GenerationGroup) -> bytes:
+        usage = _event(orjson.dumps(self._answer.usage_chunk(group.usage))) if self._with_usage else b""
+        return usage + DONE
+
+    def _head(self) -> dict[str, Any]:
+        headers = (
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"x-request-id", self._request_id.encode()),
+        )
+        return {"type": "http.response.start", "status": 200, "headers": list(headers)}
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _write(send: Send, body: bytes, *, last: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})

@@ -1,0 +1,155 @@
+"""From what a client asked to what the cluster runs. HTTP and gRPC pass through here; every user error ends here."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from common.errors import BatonError, ErrorKind, invalid
+from common.kvcache.block_hash import chain_hashes, hash_seed
+from common.sampling_params import SamplingParams
+from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt
+from router.gateway.state import GatewayState, ServedModel
+from router.spec import GenerationSpec
+
+# Prompts up to here are tokenized and hashed on the event loop, in less time than a thread's hand-over would take.
+INLINE_CHARS: Final = 2048
+INLINE_TOKENS: Final = 1024
+MAX_STOP_STRINGS: Final = 4
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_STOP_CHARS: Final = 1024
+MAX_SALT_CHARS: Final = 256
+MAX_SEED: Final = (1 << 64) - 1
+
+
+async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
+    """Check everything, tokenize, hash. Raises BatonError of a user kind, naming the field."""
+    model = state.model
+    check_model(model, asked.model)
+    check_sampling(asked.sampling)
+    if len(asked.cache_salt) > MAX_SALT_CHARS:
+        raise invalid(f"`cache_salt` is longer than {MAX_SALT_CHARS} characters", "cache_salt")
+    timeout_s = resolve_timeout(asked.timeouts_s, state.settings.request_timeout_s)
+
+    def work() -> tuple[Sequence[int], SamplingParams, bytes, bytes]:
+        token_ids = encode_prompt(model, asked.prompt, asked.prompt_param)
+        sampling = resolve_sampling(asked, model, len(token_ids))
+        seed = hash_seed(model.fingerprint, asked.cache_salt)
+        return token_ids, sampling, seed, b"".join(chain_hashes(seed, token_ids, model.block_size))
+
+    if _is_short(asked.prompt):
+        token_ids, sampling, seed, packed_hashes = work()
+    else:
+        loop = asyncio.get_running_loop()
+        token_ids, sampling, seed, packed_hashes = await loop.run_in_executor(state.executor, work)
+    return GenerationSpec(
+        request_id=asked.request_id,
+        prompt_token_ids=token_ids,
+        sampling=sampling,
+        stop=asked.sampling.stop,
+        hash_seed=seed,
+        packed_hashes=packed_hashes,
+        received_at=asked.received_at,
+        timeout_s=timeout_s,
+    )
+
+
+def check_model(model: ServedModel, name: str) -> None:
+    """Raises UNKNOWN_MODEL unless `name` is the served model's, or empty."""
+    if name and name != model.name:
+        message = f"The model `{name[:200]}` does not exist; this server has `{model.name}`."
+        raise BatonError(ErrorKind.UNKNOWN_MODEL, message, param="model")
+
+
+def check_sampling(asked: AskedSampling) -> None:
+    """Raises for what is out of range whatever the prompt."""
+    _check_range("temperature", asked.temperature, 0.0, 2.0)
+    _check_range("top_p", asked.top_p, 0.0, 1.0, above=True)
+    _check_range("min_p", asked.min_p, 0.0, 1.0)
+    _check_range("top_k", asked.top_k, -1, (1 << 31) - 1)
+    _check_range("seed", asked.seed, -(1 << 63), MAX_SEED)
+    _check_range(asked.max_tokens_field, asked.max_tokens, 1, math.inf)
+    if len(asked.stop) > MAX_STOP_STRINGS:
+        raise invalid(f"`stop` has {len(asked.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
+    if not all(asked.stop):
+        raise invalid("`stop` contains an empty string", "stop")
+    if any(len(s) > MAX_STOP_CHARS for s in asked.stop):
+        raise invalid(f"`stop` contains a string of more than {MAX_STOP_CHARS} characters", "stop")
+    if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid(f"`stop_token_ids` has more than {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+
+
+def resolve_timeout(asked_s: Mapping[str, float], bound_s: float) -> float:
+    """The smallest of what was asked for, never more than the router's own bound."""
+    for field, value in asked_s.items():
+        if not value > 0 or math.isinf(value):
+            raise invalid(f"`{field}` must be a positive number of seconds, found {value}", field)
+    return min((*asked_s.values(), bound_s))
+
+
+def encode_prompt(model: ServedModel, prompt: Prompt, param: str) -> Sequence[int]:
+    """Token ids, at least one, all in the vocabulary."""
+    if isinstance(prompt, TextPrompt):
+        token_ids: Sequence[int] = model.encoder.encode(prompt.text, True) if prompt.text else ()
+    elif isinstance(prompt, ChatPrompt):
+        token_ids = model.encoder.encode(model.render_chat(prompt.messages), False)
+    else:
+        token_ids = prompt.token_ids
+        _check_vocabulary(token_ids, model.vocab_size, param)
+    if not token_ids:
+        raise invalid(f"`{param}` is empty: there is nothing to continue", param)
+    return token_ids
+
+
+def resolve_sampling(asked: Asked, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+    """Every field final. Raises CONTEXT_LENGTH where prompt and completion don't fit the context together."""
+    sampling = asked.sampling
+    _check_vocabulary(sampling.stop_token_ids, model.vocab_size, "stop_token_ids")
+    room = model.max_model_len - num_prompt_tokens
+    if room < 1 or (sampling.max_tokens is not None and sampling.max_tokens > room):
+        completion = 1 if sampling.max_tokens is None else sampling.max_tokens
+        raise BatonError(
+            ErrorKind.CONTEXT_LENGTH,
+            f"This model's maximum context length is {model.max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + completion} tokens ({num_prompt_tokens} in the prompt, {completion} for the "
+            "completion). Please reduce the length of the prompt or of the completion.",
+            param=asked.prompt_param if room < 1 else sampling.max_tokens_field,
+        )
+    default = room if asked.default_max_tokens is None else min(asked.default_max_tokens, room)
+    eos = () if sampling.ignore_eos else model.eos_token_ids
+    return SamplingParams(
+        max_tokens=default if sampling.max_tokens is None else sampling.max_tokens,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_k=max(0, sampling.top_k or 0),  # -1 and 0 both mean off
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        min_p=sampling.min_p or 0.0,
+        seed=secrets.randbits(64) if sampling.seed is None else sampling.seed & MAX_SEED,
+        stop_token_ids=tuple(dict.fromkeys((*eos, *sampling.stop_token_ids))),
+    )
+
+
+def _is_short(prompt: Prompt) -> bool:
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) <= INLINE_CHARS
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(str(m.get("content") or "")) for m in prompt.messages) <= INLINE_CHARS
+    return len(prompt.token_ids) <= INLINE_TOKENS
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if not token_ids:
+        return
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise invalid(f"`{param}` contains token id {token_id}; the vocabulary has 0 to {vocab_size - 1}", param)
+
+
+def _check_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    """above: `low` itself is out of range."""
+    if value is None or (low <= value <= high and not (above and value == low)):
+        return
+    bounds = f"at least {low:g}" if math.isinf(high) else f"{'above' if above else 'from'} {low:g} to {high:g}"
+    raise invalid(f"`{field}` must be {bounds}, found {value}", field)

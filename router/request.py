@@ -1,0 +1,310 @@
+"""One request's life: placed, reserved, prefilled, decoded, and begun again elsewhere when a worker fails it.
+
+Everything here is synchronous and on the event loop, but for the placement, which is a task of the request. Workers'
+frames come in by the two legs; the gateway is notified and takes what is new. See router/request_state.py for the
+states and router/token_merger.py for the order of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from common.errors import BatonError, ErrorKind
+from common.sampling_params import FinishReason
+from common.telemetry import get_logger
+from router.cluster.messages import LegNews, SequenceSpec, TransferTarget
+from router.leg import Leg
+from router.placer import Placer, WorkerPair
+from router.request_record import RequestFacts, RequestRecord
+from router.request_state import TERMINAL, RequestState, check_move
+from router.spec import Delta, End, Finished, GenerationSpec, Usage
+from router.token_merger import TokenMerger
+
+MAX_ATTEMPTS: Final = 3
+# Before an attempt that can only go to a worker which has just failed; doubled each time.
+RETRY_PAUSE_S: Final = 0.2
+# Usage and timings come with the prefill leg's last frame, when its transfer is over; no client waits longer for them.
+LEG_END_WAIT_S: Final = 1.0
+# Answered by another attempt: the request is not at fault.
+RETRYABLE: Final = frozenset({ErrorKind.LEASE_LOST, ErrorKind.CORRUPT_KV, ErrorKind.STALE_EPOCH, ErrorKind.DRAINING})
+# Reported by one leg, perhaps caused by the other.
+_BETWEEN_LEGS: Final = frozenset({ErrorKind.LEASE_LOST, ErrorKind.CORRUPT_KV, ErrorKind.STALE_EPOCH})
+
+_log = get_logger(__name__)
+
+
+class RunContext(Protocol):
+    """What a request needs of the dispatcher that owns it."""
+
+    @property
+    def placer(self) -> Placer: ...
+
+    def clock(self) -> float: ...
+
+    def next_transfer_id(self) -> str: ...
+
+    def on_retry(self, reason: ErrorKind) -> None: ...
+
+    def on_end(self, run: RequestRun, record: RequestRecord) -> None: ...
+
+
+class RequestRun:
+    """Owned by the Dispatcher; the gateway holds it to `take`, `stop` and `abort`.
+
+    notify: called whenever `take` has something new; must not block.
+    """
+
+    def __init__(self, spec: GenerationSpec, context: RunContext, notify: Callable[[], None]) -> None:
+        self.spec = spec
+        self.state = RequestState.QUEUED
+        self._context = context
+        self._notify = notify
+        self._loop = asyncio.get_running_loop()
+        self._facts = RequestFacts(spec)
+        self._merger = TokenMerger(spec.sampling.max_tokens)
+        self._num_taken = 0
+        self._end: End | None = None
+        self._attempt = 0
+        self._base = 0  # output tokens that were there at the attempt's start
+        self._failed: set[str] = set()
+        self._prefill: Leg | None = None
+        self._decode: Leg | None = None
+        self._dispatch: asyncio.Task[None] | None = None
+        # Reason and number of output tokens, known as soon as a leg says so, perhaps before all tokens are here.
+        self._finish: tuple[FinishReason, int] | None = None
+        self._finish_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer = self._loop.call_at(spec.deadline, self._on_deadline)
+
+    # -- for the gateway
+
+    def start(self) -> None:
+        self._begin_attempt()
+
+    def take(self) -> Delta:
+        """Output tokens since the last call, and the end if it was reached; after an end there is nothing more."""
+        tokens = self._merger.token_ids
+        first, self._num_taken = self._num_taken, len(tokens)
+        return Delta(tokens[first:], self._end)
+
+    def stop(self, num_tokens: int) -> Usage:
+        """The text ended with output token number `num_tokens` (a stop string): workers are told to drop the rest."""
+        usage = self._facts.usage(num_tokens)
+        if self.state not in TERMINAL:
+            self._terminate(RequestState.FINISHED, Finished(FinishReason.STOP, usage), FinishReason.STOP, num_tokens)
+        return usage
+
+    def abort(self) -> None:
+        """The client is gone. Both workers hear of it at once. A no-op after the end."""
+        if self.state not in TERMINAL:
+            error = BatonError(ErrorKind.CANCELLED, "the request was cancelled")
+            self._terminate(RequestState.ABORTED, error, "abort")
+
+    def fail(self, error: BatonError) -> None:
+        """End with an error. A no-op after the end."""
+        if self.state not in TERMINAL:
+            self._terminate(RequestState.FAILED, error, error.kind)
+
+    # -- an attempt
+
+    def _begin_attempt(self) -> None:
+        self._attempt += 1
+        self._base = len(self._merger.token_ids)
+        self._dispatch = asyncio.create_task(self._place_and_open())
+
+    async def _place_and_open(self) -> None:
+        try:
+            pair = await self._place()
+            if self.state in TERMINAL:  # redis-py can lose a cancellation; see common/tasks.py
+                return
+            self._dispatch = None
+            self._open_legs(pair)
+        except BatonError as error:
+            self._dispatch = None
+            self.fail(error)
+        except Exception:
+            _log.exception("placement failed", request_id=self.spec.request_id)
+            self._dispatch = None
+            self.fail(BatonError(ErrorKind.INTERNAL, "the router failed to place the request"))
+
+    async def _place(self) -> WorkerPair:
+        placer, retrying = self._context.placer, self._attempt > 1
+        num_tokens = len(self.spec.prompt_token_ids) + self._base
+        pair = await placer.place(num_tokens, self.spec.packed_hashes, self._failed, wait=retrying)
+        if retrying and not self._failed.isdisjoint(pair.worker_ids):
+            await asyncio.sleep(RETRY_PAUSE_S * 2 ** (self._attempt - 2))
+            pair = await placer.place(num_tokens, self.spec.packed_hashes, self._failed, wait=True)
+        return pair
+
+    def _open_legs(self, pair: WorkerPair) -> None:
+        transfer_id = self._context.next_transfer_id()
+        alone = pair.prefill is None
+        self._decode = Leg(self, "decode", pair.decode, transfer_id)
+        self._prefill = None if pair.prefill is None else Leg(self, "prefill", pair.prefill, transfer_id)
+        computing = self._prefill or self._decode
+        for leg in self._legs():
+            try:
+                leg.subscribe(
+                    prefill_tokens=pair.uncached_prefill_tokens if leg is computing else 0,
+                    blocks=pair.new_decode_blocks if leg is self._decode else 0,
+                )
+            except BatonError as error:
+                leg.on_lost(error)
+                return
+        if alone:
+            self._facts.note_dispatch(self._context.clock())
+        self._move(RequestState.PREFILLING if alone else RequestState.RESERVING)
+        pair.decode.send_reserve(self._sequence_spec(transfer_id), prefill_here=alone)
+
+    def _sequence_spec(self, transfer_id: str) -> SequenceSpec:
+        spec = self.spec
+        emitted = self._merger.token_ids[: self._base]
+        return SequenceSpec(
+            transfer_id=transfer_id,
+            request_id=spec.request_id,
+            token_ids=[*spec.prompt_token_ids, *emitted] if emitted else spec.prompt_token_ids,
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            hash_seed=spec.hash_seed,
+            sampling=spec.sampling,
+            timeout_ms=max(1, int((spec.deadline - self._context.clock()) * 1000)),
+        )
+
+    # -- what the legs tell
+
+    def on_reserved(self, target: TransferTarget) -> None:
+        if self.state is not RequestState.RESERVING or self._prefill is None:
+            return
+        self._move(RequestState.PREFILLING)
+        self._facts.note_dispatch(self._context.clock())
+        self._prefill.session.send_prefill(self._sequence_spec(self._prefill.transfer_id), target)
+
+    def on_tokens(self, first_index: int, token_ids: Sequence[int]) -> None:
+        if not self._merger.add(first_index, token_ids):
+            return
+        if self.state is RequestState.PREFILLING:
+            self._move(RequestState.DECODING)
+        self._notify()
+        if self._finish is not None:
+            self._check_finish()
+
+    def on_news(self, leg: Leg, news: LegNews) -> None:
+        if leg.role == "decode":
+            self._facts.note_decode(news)
+        if news.error is not None:
+            self._on_failure(leg, news.error)
+            return
+        if leg is (self._prefill or self._decode):
+            self._facts.note_prefill(news)
+        reason = news.finish_reason
+        if reason is FinishReason.ABORT:
+            self._on_failure(leg, BatonError(ErrorKind.DRAINING, "the worker gave the sequence up"))
+            return
+        if reason is not None and news.num_output_tokens is not None:
+            self._finish = (reason, min(news.num_output_tokens, self.spec.sampling.max_tokens))
+        self._check_finish()
+        if self.state not in TERMINAL and self._finish_timer is None and self._is_stuck():
+            self._on_failure(leg, BatonError(ErrorKind.LEASE_LOST, "the workers ended the sequence without its end"))
+
+    def on_lost(self, leg: Leg, error: BatonError) -> None:
+        self._on_failure(leg, error, {leg.worker_id})
+
+    def _on_failure(self, leg: Leg, error: BatonError, blamed: set[str] | None = None) -> None:
+        """blamed: workers to avoid; left out, it follows from who reports which kind."""
+        if blamed is None:
+            legs = self._legs() if error.kind in _BETWEEN_LEGS else [leg]
+            blamed = {each.worker_id for each in legs}
+        leg.close(abort=True)
+        if self.state in TERMINAL:
+            return
+        if self._has_all_tokens():
+            self._finish_now()
+        elif error.kind in RETRYABLE and self._attempt < MAX_ATTEMPTS:
+            self._retry(error, blamed)
+        else:
+            self.fail(_public_error(error, self._attempt))
+
+    def _retry(self, error: BatonError, blamed: set[str]) -> None:
+        about = {"request_id": self.spec.request_id, "attempt": self._attempt, "workers": sorted(blamed)}
+        _log.info("request is tried again", reason=str(error.kind), detail=error.message, **about)
+        self._failed |= blamed
+        self._close_legs(abort=True)
+        self._merger.restart()
+        self._finish = None
+        self._context.on_retry(error.kind)
+        if self.state is not RequestState.QUEUED:  # a worker may be lost before its leg was opened
+            self._move(RequestState.QUEUED)
+        self._begin_attempt()
+
+    # -- the end
+
+    def _has_all_tokens(self) -> bool:
+        tokens = self._merger.token_ids
+        if self._finish is None and tokens:
+            # The frame that said so may have died with its worker.
+            reason = self.spec.sampling.finish_reason(tokens[-1], len(tokens))
+            self._finish = None if reason is None else (reason, len(tokens))
+        return self._finish is not None and len(tokens) >= self._finish[1]
+
+    def _is_stuck(self) -> bool:
+        """Whether no open leg could bring what is missing."""
+        decode_over = self._decode is None or not self._decode.open
+        if self._prefill is None:
+            return decode_over
+        first_token_came = len(self._merger.token_ids) > self._base
+        return not self._prefill.open and (decode_over or not first_token_came)
+
+    def _check_finish(self) -> None:
+        if self._finish is None or not self._has_all_tokens():
+            return
+        if self._prefill is None or not self._prefill.open or self._facts.knows_cached_tokens:
+            self._finish_now()
+        elif self._finish_timer is None:
+            self._finish_timer = self._loop.call_later(LEG_END_WAIT_S, self._finish_now)
+
+    def _finish_now(self) -> None:
+        if self._finish is not None and self.state not in TERMINAL:
+            reason, num_tokens = self._finish
+            end = Finished(reason, self._facts.usage(num_tokens))
+            self._terminate(RequestState.FINISHED, end, reason, num_tokens)
+
+    def _on_deadline(self) -> None:
+        if self._has_all_tokens():
+            self._finish_now()
+        message = f"the request was not finished within its timeout of {self.spec.timeout_s:g} s"
+        self.fail(BatonError(ErrorKind.DEADLINE_EXCEEDED, message, retry_after_s=1.0))
+
+    def _terminate(self, state: RequestState, end: End, outcome: str, num_tokens: int | None = None) -> None:
+        """The only way out: every timer, task, leg and share of load is given back here."""
+        self._move(state)
+        self._end = end
+        self._deadline_timer.cancel()
+        if self._finish_timer is not None:
+            self._finish_timer.cancel()
+        if self._dispatch is not None:
+            self._dispatch.cancel()
+        # A leg that is still open after a regular end only files its blocks: let it.
+        regular = state is RequestState.FINISHED and self._finish is not None
+        self._close_legs(abort=not regular)
+        count = len(self._merger.token_ids) if num_tokens is None else num_tokens
+        self._context.on_end(self, self._facts.record(str(outcome), count, self._context.clock()))
+        self._notify()
+
+    def _legs(self) -> list[Leg]:
+        return [leg for leg in (self._decode, self._prefill) if leg is not None]
+
+    def _close_legs(self, *, abort: bool) -> None:
+        for leg in self._legs():
+            leg.close(abort=abort)
+        self._prefill = self._decode = None
+
+    def _move(self, state: RequestState) -> None:
+        self.state = check_move(self.state, state)
+
+
+def _public_error(error: BatonError, attempts: int) -> BatonError:
+    """Kinds that mean something to routers only never reach a client."""
+    if error.kind in RETRYABLE:
+        message = f"workers failed {attempts} attempts at this request ({error.message}); try again shortly"
+        return BatonError(ErrorKind.NO_WORKER, message, retry_after_s=1.0)
+    return error

@@ -1,0 +1,136 @@
+"""The two listening servers, HTTP and gRPC: bind, serve, stop within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import grpc
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
+
+from baton.inference.v1 import inference_pb2, inference_pb2_grpc
+from common.errors import StartupError
+from router.gateway.grpc_api import InferenceServicer
+
+BACKLOG: Final = 2048
+KEEP_ALIVE_S: Final = 75
+GRPC_OPTIONS: Final = (
+    # Without it a second server on the port would silently take half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 16 << 20),
+    # Clients that ping a silent stream are not attackers.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, see router/app.py."""
+        yield
+
+
+class HttpServer:
+    """Bound on construction, so that a port in use is told before anything else starts. Raises StartupError."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, stop_within_s: float) -> None:
+        self._socket = _bind(host, port, "--port")
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            backlog=BACKLOG,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(stop_within_s),
+        )
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http server")
+
+    def stop_accepting(self) -> None:
+        """New connections are refused; what runs goes on, each connection closing with its answer."""
+        self._server.should_exit = True
+
+    async def wait_stopped(self) -> None:
+        """After stop_accepting, and at most stop_within_s."""
+        if self._task is not None:
+            await self._task
+        self.close()
+
+    def close(self) -> None:
+        """Give the port back; for a server that was never started."""
+        self._socket.close()
+
+
+class GrpcServer:
+    """As HttpServer, for the public gRPC API with health and reflection."""
+
+    def __init__(self, servicer: InferenceServicer, host: str, port: int) -> None:
+        self._servicer = servicer
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=GRPC_OPTIONS)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self.port = self._server.add_insecure_port(f"{address}:{port}")
+        except RuntimeError:
+            raise StartupError(_in_use(host, port, "--grpc-port")) from None
+
+    async def start(self) -> None:
+        await self.set_serving(False)
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What grpc.health.v1 answers, for the server as a whole and for the inference service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", _SERVICE):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """New calls are refused at once; running ones are cancelled after grace_s. Streams end once they are idle."""
+        self._servicer.drain()
+        await self._server.stop(grace_s)
+
+
+def _bind(host: str, port: int, option: str) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except socket.gaierror:
+        raise StartupError(f"can't listen on {host!r}: it is no address of this machine; pass another --host") from None
+    except PermissionError:
+        raise StartupError(f"port {port} on {host} needs privileges: pass {option} with a number above 1023") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(_in_use(host, port, option)) from None
+        raise StartupError(f"can't listen on {host}:{port}: {error.strerror}; pass another --host") from None
+    bound.setblocking(False)
+    return bound
+
+
+def _in_use(host: str, port: int, option: str) -> str:
+    return f"port {port} on {host} is in use: stop the other server or pass {option}"

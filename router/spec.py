@@ -1,0 +1,58 @@
+"""What the gateway hands inwards, and what comes back: no field is optional, nothing is checked again past here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import BatonError
+from common.sampling_params import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """One prompt to continue.
+
+    request_id: the client's, for logs only. prompt_token_ids: not empty, inside the vocabulary, shorter than the
+    context. stop: strings that end the text. hash_seed: 16 bytes; packed_hashes: the prompt's chain of block hashes,
+    joined. received_at: monotonic seconds; deadline = received_at + timeout_s.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    hash_seed: bytes
+    packed_hashes: bytes
+    received_at: float
+    timeout_s: float
+
+    @property
+    def deadline(self) -> float:
+        return self.received_at + self.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """completion_tokens counts an end-of-sequence token. cached_tokens: of the prompt, found in a prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: FinishReason
+    usage: Usage
+
+
+End = Finished | BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one request since the last look: tokens (perhaps none), and its end once all tokens were handed out."""
+
+    token_ids: Sequence[int]
+    end: End | None

@@ -1,0 +1,198 @@
+"""What a worker shows to the outside: health, reflection, metrics, bounds, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from redis.asyncio import Redis
+
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from common.config import Settings
+from common.embedded_redis import EmbeddedRedis
+from common.errors import StartupError
+from common.registry import blocks_key, decode_record, worker_key
+from common.worker import session as session_module
+from common.worker.loading import LoadedModel, load
+from tests.worker_harness import RouterSession, RunningWorker, make_spec, scrape, start_worker, worker
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        yield redis.url
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model_folder: Path, redis_url: str) -> Settings:
+    return Settings(
+        model=str(tiny_model_folder),
+        served_model_name="tiny-model",
+        redis_url=redis_url,
+        kv_cache_bytes=1 << 20,
+        num_threads=1,
+        landing_slots=2,
+        landing_slot_bytes=64 << 10,
+        shutdown_grace_s=0.1,
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(settings: Settings) -> LoadedModel:
+    return load(settings)
+
+
+@pytest.fixture
+async def decode(settings: Settings, loaded: LoadedModel) -> AsyncIterator[RunningWorker]:
+    async with worker("decode", settings, loaded) as running:
+        yield running
+
+
+async def run_alone(session: RouterSession, transfer_id: str, tokens: list[int], max_tokens: int = 8) -> None:
+    spec = make_spec(transfer_id, tokens, session.info, max_tokens=max_tokens)
+    await session.send(reserve=worker_pb2.ReserveCommand(spec=spec, prefill_here=True))
+
+
+async def test_health_reflection_and_info_answer(decode):
+    async with grpc.aio.insecure_channel(decode.info.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "baton.worker.v1.WorkerService", "baton.transfer.v1.TransferService"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = {s.name for s in (await call.read()).list_services_response.service}
+        assert {"baton.worker.v1.WorkerService", "baton.transfer.v1.TransferService"} <= listed
+        await call.done_writing()
+        info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+    assert (info.worker_id, info.epoch, info.role) == (decode.info.worker_id, decode.info.epoch, worker_pb2.ROLE_DECODE)
+    assert (info.model_name, info.block_size, info.num_blocks) == ("tiny-model", 16, 128)
+
+
+async def test_the_registry_holds_the_record_and_the_blocks_while_the_worker_lives(settings, loaded):
+    redis = Redis.from_url(settings.redis_url.get_secret_value())
+    async with worker("decode", settings, loaded) as running:
+        info = running.info
+        assert decode_record(await redis.get(worker_key("default", info.worker_id))) == info.record(draining=False)
+        async with RouterSession(info) as session:
+            await run_alone(session, "t", list(range(40)))
+            await session.ended("t")
+            assert session.load is not None
+            num_cached = session.load.num_cached_blocks
+        assert num_cached == 2
+        async with asyncio.timeout(20):
+            while await redis.scard(blocks_key("default", info.worker_id, info.epoch)) != num_cached:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # Redis can't call back
+    assert await redis.keys("*worker:*") == await redis.keys("*blocks*") == []
+    await redis.aclose()
+
+
+async def test_metrics_count_what_happened(decode):
+    async with RouterSession(decode.info) as session:
+        for name in ("a", "b"):
+            await run_alone(session, name, list(range(40)))
+            await session.ended(name)
+        await session.until_idle()
+    values = await scrape(decode.info)
+    assert values["baton_requests_running"] == values["baton_requests_waiting"] == 0
+    assert values["baton_kv_cache_usage_ratio"] == 0
+    assert values["baton_kv_blocks{state=free}"] == 128
+    assert values["baton_kv_blocks{state=cached}"] == 2
+    assert values["baton_prefix_cache_queries_total"] == 80
+    assert values["baton_prefix_cache_hits_total"] == 32
+    assert values["baton_request_queue_seconds_count"] == 2
+    assert values["baton_request_prefill_seconds_count"] == 2
+    assert values["baton_request_decode_seconds_count"] == 2
+    assert values["baton_transfer_seconds_count"] == values["baton_transfer_bytes_total"] == 0
+    assert values["baton_step_seconds_count"] >= 14
+    assert values["baton_preemptions_total"] == 0
+    assert values["baton_cache_config_info{block_size=16}{num_blocks=128}"] == 1
+    assert any(name.startswith("baton_model_info") and "tiny-model" in name for name in values)
+
+
+async def test_each_step_is_one_frame_a_session(decode):
+    async with RouterSession(decode.info) as session:
+        for i in range(4):
+            await run_alone(session, f"t{i}", [i] * 20, max_tokens=30)
+        for i in range(4):
+            await session.ended(f"t{i}")
+        num_tokens = sum(len(leg.tokens) for leg in session.legs.values())
+        assert num_tokens == 120
+        # Four sequences share nearly all their steps; a frame a token would be 120.
+        assert session.num_step_frames < 60
+
+
+async def test_a_router_that_does_not_read_loses_its_session_and_its_requests(decode, monkeypatch):
+    monkeypatch.setattr(session_module, "MAX_QUEUED_FRAMES", 16)
+    name = "x" * 30_000  # in every frame, so that gRPC's own windows are full after some 4 MB
+    async with RouterSession(decode.info, read=False) as deaf, RouterSession(decode.info) as other:
+        await run_alone(deaf, name, [1, 2, 3], max_tokens=480)
+        await other.until(lambda: any(load.num_running for load in other.loads))
+        await other.until_idle()
+        frames, error = await drain(deaf)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "unread" in (error.details() or "")
+        assert len(frames) < 480
+        await run_alone(other, "t", [1, 2, 3])
+        assert (await other.ended("t")).tokens
+
+
+async def drain(session: RouterSession) -> tuple[list[worker_pb2.SessionResponse], grpc.aio.AioRpcError]:
+    frames = []
+    try:
+        while isinstance(frame := await session.call.read(), worker_pb2.SessionResponse):
+            frames.append(frame)
+    except grpc.aio.AioRpcError as error:
+        return frames, error
+    raise AssertionError("the session ended well")
+
+
+async def test_an_idle_session_still_hears_of_the_load(decode):
+    async with RouterSession(decode.info) as session:
+        await session.until(lambda: session.num_step_frames >= 3)
+        assert not session.legs
+
+
+class BrokenRunner:
+    def execute(self, scheduled):
+        raise RuntimeError("the device is gone")
+
+
+async def test_an_engine_that_fails_twice_ends_the_worker_with_a_line_and_a_code(settings, loaded):
+    running = await start_worker("decode", settings, replace(loaded, runner=BrokenRunner()))
+    async with RouterSession(running.info) as session:
+        for name in ("a", "b"):
+            await run_alone(session, name, [1, 2, 3])
+            assert (await session.ended(name)).last.HasField("error")
+        await session.until(lambda: session.over)
+        with pytest.raises(StartupError, match="2 engine steps in a row failed") as caught:
+            await running.task
+    assert caught.value.exit_code == 1
+    redis = Redis.from_url(settings.redis_url.get_secret_value())
+    assert await redis.exists(worker_key("default", running.info.worker_id)) == 0
+    await redis.aclose()
+
+
+async def test_a_port_in_use_is_one_line_that_says_what_to_do(settings, loaded):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for key in ("grpc_port", "metrics_port"):
+            with pytest.raises(StartupError, match=key):
+                await start_worker("prefill", settings.model_copy(update={key: port}), loaded)
+
+
+def test_a_context_that_cannot_be_had_is_refused_before_anything_starts(settings):
+    with pytest.raises(StartupError, match=r"max_model_len 513 is more than the model's 512"):
+        load(settings.model_copy(update={"max_model_len": 513}))
+    tight = settings.model_copy(update={"max_model_len": 512, "block_size": 256, "kv_cache_bytes": 1 << 16})
+    with pytest.raises(StartupError, match="set kv_cache_bytes higher"):
+        load(tight)

@@ -1,0 +1,276 @@
+"""Doubles for the engine's neighbours that keep real KV truth: a token is only right if every slot read was right.
+
+A slot holds the token whose KV it would hold. The fake model reads its whole context back through the block table, so
+a block that is reused, shared for writing, or committed unfilled changes the text, as it would on a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from common.engine.batch import ScheduledSequence
+from common.engine.messages import LegOutput, PrefillCommand, ReserveCommand, SequenceSpec
+from common.engine.scheduler import SchedulerConfig
+from common.errors import BatonError
+from common.kvcache.block_hash import hash_seed
+from common.kvcache.block_pool import BlockPool
+from common.sampling_params import FinishReason, SamplingParams
+from kv_transfer.types import (
+    Handoff,
+    ReceiverCallbacks,
+    SenderCallbacks,
+    TransferStats,
+    TransferTarget,
+    WorkerIdentity,
+)
+
+VOCAB_SIZE = 50
+STOP_TOKEN = 7
+SEED = hash_seed("fake-model")
+STATS = TransferStats(seconds=0.5, num_bytes=1000)
+
+
+def next_token(context: Sequence[int], output_index: int = 0) -> int:
+    """The fake model: depends on every token of the context, and nothing else."""
+    data = b"".join(t.to_bytes(4, "little") for t in context)
+    return blake2b(data, digest_size=8).digest()[0] % VOCAB_SIZE
+
+
+def reference_output(
+    token_ids: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int
+) -> tuple[list[int], FinishReason]:
+    """What an undisturbed run says after `token_ids`."""
+    tokens = list(token_ids)
+    while True:
+        tokens.append(next_token(tokens))
+        reason = sampling.finish_reason(tokens[-1], len(tokens) - num_prompt_tokens)
+        if reason is None and len(tokens) >= max_model_len:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            return tokens[len(token_ids) :], reason
+
+
+class FakeKv:
+    """slots[block_id][offset]: the token whose KV lies there, None if never written."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int | None]:
+        return [self.slots[block_ids[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
+
+    def write(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+        for position, token in enumerate(token_ids, start):
+            self.slots[block_ids[position // self.block_size]][position % self.block_size] = token
+
+
+class FakeRunner:
+    """Implements Runner on a FakeKv. With a pool, checks that only blocks private to one sequence are written."""
+
+    def __init__(self, kv: FakeKv, pool: BlockPool | None = None) -> None:
+        self.kv = kv
+        self.pool = pool
+        self.steps: list[list[ScheduledSequence]] = []
+        self.fail_next: Exception | None = None
+
+    def execute(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+        self.steps.append(list(scheduled))
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        return [self._run(s) for s in scheduled]
+
+    def _run(self, s: ScheduledSequence) -> int | None:
+        end = s.start + len(s.token_ids)
+        assert s.token_ids, "an empty chunk"
+        assert len(s.block_table) == -(-end // self.kv.block_size)
+        if self.pool is not None:
+            for block_id in s.block_table[s.start // self.kv.block_size :]:
+                assert self.pool.references(block_id) == 1, "a shared block would be written"
+                assert not self.pool.is_retained(block_id), "a cached block would be written"
+        self.kv.write(s.block_table, s.start, s.token_ids)
+        if s.sampling is None:
+            return None
+        context = self.kv.read(s.block_table, end)
+        assert None not in context, "KV read that was never written"
+        return next_token(context)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeReservation:
+    transfer_id: str
+    block_ids: list[int]
+    num_cached_tokens: int
+    callbacks: ReceiverCallbacks
+
+
+class FakeReceiver:
+    """Implements ReservationBook; the test plays the sender."""
+
+    def __init__(self, kv: FakeKv) -> None:
+        self.kv = kv
+        self.open: dict[str, FakeReservation] = {}
+        self.refuse: BatonError | None = None
+
+    def reserve(
+        self,
+        transfer_id: str,
+        block_ids: Sequence[int],
+        num_cached_tokens: int,
+        callbacks: ReceiverCallbacks,
+        timeout_s: float,
+    ) -> bytes:
+        if self.refuse is not None:
+            raise self.refuse
+        assert transfer_id not in self.open
+        self.open[transfer_id] = FakeReservation(transfer_id, list(block_ids), num_cached_tokens, callbacks)
+        return b"s" * 16
+
+    def release(self, transfer_id: str) -> None:
+        self.open.pop(transfer_id, None)
+
+    def land(self, transfer_id: str, token_ids: Sequence[int]) -> None:
+        """The KV of these tokens, the prompt's, arrives; the last block may be partly filled."""
+        reservation = self.open[transfer_id]
+        uncached = token_ids[reservation.num_cached_tokens :]
+        assert len(reservation.block_ids) == -(-len(uncached) // self.kv.block_size)
+        self.kv.write(reservation.block_ids, 0, uncached)
+
+    def commit(self, transfer_id: str, handoff: Handoff) -> None:
+        self.open.pop(transfer_id).callbacks.on_commit(handoff, STATS)
+
+    def fail(self, transfer_id: str, error: BatonError) -> None:
+        self.open.pop(transfer_id).callbacks.on_fail(error)
+
+
+@dataclass
+class FakeTransfer:
+    """Implements OutgoingTransfer; the test decides when it gathers and ends."""
+
+    kv: FakeKv
+    target: TransferTarget
+    expected_num_blocks: int
+    callbacks: SenderCallbacks
+    pushed: list[int] = field(default_factory=list)
+    gathered: list[list[int | None]] = field(default_factory=list)
+    handoff: Handoff | None = None
+    aborted: bool = False
+    ended: bool = False
+
+    def push(self, block_ids: Sequence[int]) -> None:
+        assert not self.handoff, "pushed after commit"
+        self.pushed += block_ids
+
+    def commit(self, handoff: Handoff) -> None:
+        self.handoff = handoff
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def gather(self) -> None:
+        """Copy out what was pushed and not yet copied, as late as the contract allows."""
+        for block_id in self.pushed[len(self.gathered) :]:
+            self.gathered.append(list(self.kv.slots[block_id]))
+
+    def end(self, result: TransferStats | BatonError) -> None:
+        assert not self.ended
+        self.ended = True
+        self.callbacks.on_end(result)
+
+
+class FakeSender:
+    """Implements TransferOpener."""
+
+    def __init__(self, kv: FakeKv) -> None:
+        self.kv = kv
+        self.transfers: dict[str, FakeTransfer] = {}
+        self.refuse: BatonError | None = None
+
+    def open(
+        self,
+        transfer_id: str,
+        target: TransferTarget,
+        expected_num_blocks: int,
+        callbacks: SenderCallbacks,
+        timeout_s: float,
+    ) -> FakeTransfer:
+        if self.refuse is not None:
+            raise self.refuse
+        transfer = FakeTransfer(self.kv, target, expected_num_blocks, callbacks)
+        self.transfers[transfer_id] = transfer
+        return transfer
+
+
+def make_config(**overrides: int) -> SchedulerConfig:
+    values = {
+        "block_size": 4,
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": 64,
+        "chunk_budget_tokens": 16,
+        "max_running": 4,
+        "max_waiting": 8,
+        **overrides,
+    }
+    return SchedulerConfig(**values)
+
+
+def make_spec(
+    transfer_id: str,
+    token_ids: Sequence[int],
+    *,
+    num_prompt_tokens: int | None = None,
+    max_tokens: int = 8,
+    deadline: float = 1e9,
+    stop_token_ids: tuple[int, ...] = (),
+) -> SequenceSpec:
+    return SequenceSpec(
+        transfer_id=transfer_id,
+        request_id=f"r-{transfer_id}",
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        hash_seed=SEED,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids),
+        deadline=deadline,
+    )
+
+
+def make_target(num_cached_tokens: int = 0) -> TransferTarget:
+    return TransferTarget("127.0.0.1:1", WorkerIdentity("d0", "e0"), b"s" * 16, num_cached_tokens)
+
+
+def reserve(spec: SequenceSpec, *, owner: int = 1, prefill_here: bool = False) -> ReserveCommand:
+    return ReserveCommand(owner, spec, prefill_here)
+
+
+def prefill(spec: SequenceSpec, *, owner: int = 1, num_cached_tokens: int = 0) -> PrefillCommand:
+    return PrefillCommand(owner, spec, make_target(num_cached_tokens))
+
+
+@dataclass
+class Leg:
+    """All that was said of one transfer id."""
+
+    outputs: list[LegOutput] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for output in self.outputs for t in output.token_ids]
+
+    @property
+    def ended(self) -> bool:
+        assert sum(output.leg_ended for output in self.outputs) <= 1, "a leg ended twice"
+        assert not any(output.leg_ended for output in self.outputs[:-1]), "news after the end"
+        return bool(self.outputs) and self.outputs[-1].leg_ended
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        reasons = [o.finish_reason for o in self.outputs if o.finish_reason is not None]
+        assert len(reasons) <= 1, "finished twice"
+        return reasons[0] if reasons else None
+
+    @property
+    def error(self) -> BatonError | None:
+        return self.outputs[-1].error if self.outputs else None

@@ -1,0 +1,477 @@
+"""The decode scheduler by example: reserve, join, decode, run out of blocks, resume, end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+
+from common.engine.messages import (
+    AbortCommand,
+    AbortOwnerCommand,
+    Command,
+    DrainCommand,
+    EngineNews,
+    Reservation,
+    TransferEnded,
+    TransferEvent,
+)
+from common.errors import BatonError, ErrorKind
+from common.kvcache.block_pool import BlockPool
+from common.kvcache.prefix_cache import PrefixCache
+from common.sampling_params import FinishReason
+from decode_service.scheduler import DecodeScheduler
+from kv_transfer.types import Handoff, WorkerIdentity
+from tests.unit.engine_fakes import (
+    STATS,
+    FakeKv,
+    FakeReceiver,
+    FakeRunner,
+    Leg,
+    make_config,
+    make_spec,
+    next_token,
+    reference_output,
+    reserve,
+)
+
+
+class Decode:
+    """A decode engine without its thread."""
+
+    def __init__(self, num_blocks: int = 16, **config: int) -> None:
+        self.config = make_config(**config)
+        self.pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(self.pool)
+        self.kv = FakeKv(num_blocks, self.config.block_size)
+        self.runner = FakeRunner(self.kv, self.pool)
+        self.receiver = FakeReceiver(self.kv)
+        self.inbox: list[TransferEvent] = []
+        self.scheduler = DecodeScheduler(
+            self.config,
+            self.pool,
+            self.cache,
+            self.receiver,
+            "127.0.0.1:7",
+            WorkerIdentity("d0", "e0"),
+            self.inbox.append,
+        )
+        self.now = 0.0
+        self.legs: dict[str, Leg] = {}
+        self.reservations: dict[str, Reservation] = {}
+        self.news: EngineNews | None = None
+
+    def round(self, *commands: Command | TransferEvent) -> int:
+        """One round of the engine; returns the number of sequences in its step."""
+        self.now += 1.0
+        for item in [*self.inbox, *commands]:
+            self.scheduler.handle(item, self.now)
+        self.inbox.clear()
+        self.scheduler.expire(self.now)
+        scheduled = self.scheduler.schedule(self.now)
+        if scheduled:
+            self._check_budgets()
+            try:
+                tokens = self.runner.execute(scheduled)
+            except RuntimeError as error:
+                self.scheduler.fail_step(BatonError(ErrorKind.INTERNAL, str(error)), self.now)
+            else:
+                self.scheduler.complete(tokens, self.now)
+        self.scheduler.check_integrity()
+        self._hear()
+        return len(scheduled)
+
+    def run_until_idle(self) -> None:
+        for _ in range(10_000):
+            if not self.round() and not self.inbox:
+                return
+        raise AssertionError("the scheduler never comes to rest")
+
+    def commit(self, transfer_id: str, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> int:
+        """The prefill worker's part: KV lands, the first token is sampled."""
+        self.receiver.land(transfer_id, token_ids)
+        first = next_token(token_ids)
+        self.receiver.commit(transfer_id, Handoff(len(token_ids), first, finish_reason))
+        return first
+
+    def leg(self, transfer_id: str) -> Leg:
+        return self.legs.setdefault(transfer_id, Leg())
+
+    def _hear(self) -> None:
+        news = self.scheduler.take_news(None)
+        if news is None:
+            return
+        self.news = news
+        for owner_news in news.by_owner.values():
+            self.reservations |= {r.transfer_id: r for r in owner_news.reservations}
+            for output in owner_news.outputs:
+                assert output.first_index >= 0
+                self.leg(output.transfer_id).outputs.append(output)
+                assert self.leg(output.transfer_id).ended in (True, False)
+
+    def _check_budgets(self) -> None:
+        step = self.scheduler._step
+        chunk_tokens = sum(len(c.token_ids) for _, c in step if len(c.token_ids) > 1)
+        assert chunk_tokens <= self.config.chunk_budget_tokens
+        active = len(self.scheduler._running) + self.scheduler._num_receiving
+        assert len(step) <= active <= self.config.max_running
+
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+def test_a_reserved_sequence_decodes_on_from_the_first_token_without_saying_it_again():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=5)))
+    target = d.reservations["a"].target
+    assert (target.address, target.worker, target.num_cached_tokens) == ("127.0.0.1:7", WorkerIdentity("d0", "e0"), 0)
+    first = d.commit("a", PROMPT)
+    d.run_until_idle()
+    expected, reason = reference_output(PROMPT, len(PROMPT), make_spec("a", PROMPT, max_tokens=5).sampling, 64)
+    assert [first, *d.leg("a").tokens] == expected
+    assert d.leg("a").finish_reason == reason
+    assert d.leg("a").outputs[0].first_index == 1
+    assert d.pool.num_free == d.pool.num_blocks
+    last = d.leg("a").outputs[-1]
+    assert last.leg_ended
+    assert last.timings is not None
+    assert last.timings.transfer_s == STATS.seconds
+    assert last.timings.transfer_bytes == STATS.num_bytes
+
+
+def test_prefill_here_computes_in_chunks_and_says_the_first_token_too():
+    d = Decode(chunk_budget_tokens=4)
+    prompt = list(range(10))
+    d.round(reserve(make_spec("a", prompt, max_tokens=3), prefill_here=True))
+    d.run_until_idle()
+    expected, _ = reference_output(prompt, 10, make_spec("a", prompt, max_tokens=3).sampling, 64)
+    assert d.leg("a").tokens == expected
+    assert d.leg("a").outputs[0].first_index == 0
+    assert [[len(s.token_ids) for s in step] for step in d.runner.steps] == [[4], [4], [2], [1], [1]]
+    assert "a" not in d.reservations
+
+
+def test_sequences_join_and_leave_between_steps_and_decodes_come_first():
+    d = Decode(chunk_budget_tokens=4)
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=9)))
+    d.commit("a", PROMPT)
+    d.round(reserve(make_spec("b", list(range(20, 28)), max_tokens=2), prefill_here=True))
+    assert [len(s.token_ids) for s in d.runner.steps[-1]] == [1, 4]
+    d.round()
+    assert [len(s.token_ids) for s in d.runner.steps[-1]] == [1, 4]
+    d.round()
+    assert [len(s.token_ids) for s in d.runner.steps[-1]] == [1, 1]
+    d.round()
+    assert d.leg("b").ended
+    assert [len(s.token_ids) for s in d.runner.steps[-1]] == [1]
+
+
+def test_only_the_blocks_that_are_not_cached_travel():
+    d = Decode()
+    prompt = list(range(10))
+    d.round(reserve(make_spec("a", prompt, max_tokens=2)))
+    d.commit("a", prompt)
+    d.run_until_idle()
+    d.round(reserve(make_spec("b", [*prompt[:8], 40, 41, 42], max_tokens=2)))
+    assert d.reservations["b"].target.num_cached_tokens == 8
+    assert len(d.receiver.open["b"].block_ids) == 1
+    d.commit("b", [*prompt[:8], 40, 41, 42])
+    d.run_until_idle()
+    assert d.leg("b").outputs[-1].num_cached_tokens == 8
+
+
+def test_a_prompt_of_whole_cached_blocks_needs_no_block_at_all():
+    d = Decode()
+    prompt = list(range(8))
+    for name in ("a", "b"):
+        d.round(reserve(make_spec(name, prompt, max_tokens=4)))
+        if name == "b":
+            assert d.receiver.open["b"].block_ids == []
+            assert d.reservations["b"].target.num_cached_tokens == 8
+        d.commit(name, prompt)
+        d.run_until_idle()
+    assert d.leg("a").tokens == d.leg("b").tokens
+
+
+def test_a_second_chat_turn_finds_what_decode_has_filled():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=8)))
+    first = d.commit("a", PROMPT)
+    d.run_until_idle()
+    history = [*PROMPT, first, *d.leg("a").tokens]
+    d.round(reserve(make_spec("b", [*history, 3, 3], max_tokens=2)))
+    # The last token's KV was never computed: nothing came after it.
+    assert d.reservations["b"].target.num_cached_tokens == (len(history) - 1) // 4 * 4
+
+
+def test_nothing_enters_the_cache_before_the_commit():
+    d = Decode()
+    prompt = list(range(8))
+    d.round(reserve(make_spec("a", prompt)))
+    d.receiver.land("a", prompt)
+    d.round(reserve(make_spec("b", prompt)))
+    assert d.reservations["b"].target.num_cached_tokens == 0
+    d.receiver.fail("a", BatonError(ErrorKind.CORRUPT_KV, "checksum"))
+    d.round()
+    assert len(d.cache) == 0
+
+
+def test_a_first_token_that_ended_the_request_leaves_only_cache():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=1)))
+    d.commit("a", PROMPT, FinishReason.LENGTH)
+    assert d.round() == 0
+    leg = d.leg("a")
+    assert (leg.tokens, leg.finish_reason, leg.ended) == ([], FinishReason.LENGTH, True)
+    assert d.pool.num_free == d.pool.num_blocks
+    assert len(d.cache) == 1
+
+
+def test_a_first_token_that_fills_the_context_ends_the_leg():
+    d = Decode(max_model_len=7)
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=50)))
+    d.commit("a", PROMPT)
+    assert d.round() == 0
+    assert d.leg("a").finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("stage", ["waiting", "receiving", "running", "preempted"])
+def test_an_abort_frees_the_blocks_within_the_round_at_every_stage(stage):
+    d = Decode(num_blocks=16, max_running=2)
+    if stage == "waiting":
+        d.round(*[reserve(make_spec(name, PROMPT)) for name in ("x", "y")])
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=40)))
+    if stage in ("running", "preempted"):
+        d.commit("a", PROMPT)
+        d.round()
+    if stage == "preempted":
+        d.scheduler._preempt(d.scheduler._running[0])
+    before = d.pool.num_free
+    d.round(AbortCommand(1, "a"))
+    assert d.leg("a").finish_reason == FinishReason.ABORT
+    assert d.leg("a").ended
+    assert "a" not in d.receiver.open
+    if stage != "preempted":
+        assert d.pool.num_free >= before
+    d.round(AbortOwnerCommand(1))
+    assert d.pool.num_free == d.pool.num_blocks
+    assert d.scheduler.num_open == 0
+
+
+def test_only_its_own_session_can_abort_a_sequence():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT), owner=1), reserve(make_spec("b", PROMPT), owner=2))
+    d.round(AbortCommand(2, "a"))
+    assert not d.leg("a").ended
+    d.round(AbortOwnerCommand(1))
+    assert d.leg("a").ended
+    assert not d.leg("b").ended
+
+
+def test_a_failed_transfer_ends_the_leg_with_its_kind_and_frees_the_blocks():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT)))
+    d.receiver.fail("a", BatonError(ErrorKind.LEASE_LOST, "the sender fell silent"))
+    d.round()
+    error = d.leg("a").error
+    assert error is not None
+    assert error.kind == ErrorKind.LEASE_LOST
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_a_commit_of_another_length_is_corrupt_kv():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT)))
+    d.receiver.commit("a", Handoff(len(PROMPT) - 1, 3))
+    d.round()
+    error = d.leg("a").error
+    assert error is not None
+    assert error.kind == ErrorKind.CORRUPT_KV
+    assert len(d.cache) == 0
+
+
+def test_a_late_commit_for_an_ended_sequence_is_counted_and_dropped():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT)))
+    callbacks = d.receiver.open["a"].callbacks
+    d.round(AbortCommand(1, "a"))
+    callbacks.on_commit(Handoff(len(PROMPT), 3), STATS)
+    d.round(reserve(make_spec("a", PROMPT)))  # the same id again: not the same sequence
+    callbacks.on_fail(BatonError(ErrorKind.LEASE_LOST, "late"))
+    d.round(TransferEnded("a", 0, STATS))
+    assert d.scheduler.num_open == 1
+    assert d.news is not None
+    assert d.news.load.num_dropped_events_total == 3
+
+
+def test_without_room_a_reservation_waits_its_turn_and_gets_in_when_blocks_return():
+    d = Decode(num_blocks=6, max_model_len=24)
+    long = list(range(14))
+    d.round(reserve(make_spec("a", long, max_tokens=8)))
+    d.round(reserve(make_spec("b", long[::-1], max_tokens=8)), reserve(make_spec("c", [1], max_tokens=2)))
+    assert set(d.reservations) == {"a"}  # c would fit, but b is first
+    d.round(AbortCommand(1, "a"))
+    assert set(d.reservations) == {"a", "b", "c"}
+
+
+def test_beyond_max_waiting_a_reservation_is_refused_as_overload():
+    d = Decode(max_running=1, max_waiting=1)
+    d.round(*[reserve(make_spec(name, PROMPT)) for name in ("a",)])
+    d.round(*[reserve(make_spec(name, PROMPT)) for name in ("b", "c")])
+    error = d.leg("c").error
+    assert error is not None
+    assert error.kind == ErrorKind.OVERLOADED
+    assert error.retry_after_s is not None
+    assert not d.leg("b").ended
+
+
+def test_a_deadline_ends_a_sequence_wherever_it_is():
+    d = Decode(max_running=2)
+    d.round(*[reserve(make_spec(name, PROMPT, deadline=5.0, max_tokens=50)) for name in ("a", "b", "c")])
+    d.commit("a", PROMPT)
+    d.run_until_idle()
+    while d.now < 5.0:
+        d.round()
+    for name in ("a", "b", "c"):
+        error = d.leg(name).error
+        assert error is not None, name
+        assert error.kind == ErrorKind.DEADLINE_EXCEEDED
+    assert d.scheduler.earliest_deadline == inf
+    assert d.receiver.open == {}
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_a_used_transfer_id_and_a_draining_worker_refuse():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT)))
+    d.round(reserve(make_spec("a", PROMPT), owner=2))
+    assert d.leg("a").error is not None
+    assert d.scheduler.num_open == 1
+    d.round(DrainCommand(), reserve(make_spec("b", PROMPT)))
+    error = d.leg("b").error
+    assert error is not None
+    assert error.kind == ErrorKind.DRAINING
+
+
+def test_a_receiver_that_refuses_costs_nothing():
+    d = Decode()
+    d.receiver.refuse = BatonError(ErrorKind.OVERLOADED, "no landing slots")
+    d.round(reserve(make_spec("a", PROMPT)))
+    error = d.leg("a").error
+    assert error is not None
+    assert error.kind == ErrorKind.OVERLOADED
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_when_blocks_run_out_the_youngest_gives_way_and_resumes_with_the_same_text():
+    d = Decode(num_blocks=8, max_model_len=32)
+    prompts = {name: [i, *range(10, 15)] for i, name in enumerate("abc")}
+    firsts = {}
+    for name, prompt in prompts.items():
+        d.round(reserve(make_spec(name, prompt, max_tokens=14)))
+        if name in d.reservations:
+            firsts[name] = d.commit(name, prompt)
+    while len(firsts) < 3 or d.scheduler.num_open:
+        d.round()
+        for name in d.reservations.keys() - firsts.keys():
+            firsts[name] = d.commit(name, prompts[name])
+    assert d.news is not None
+    assert d.news.load.num_preemptions_total > 0
+    for name, prompt in prompts.items():
+        expected, _ = reference_output(prompt, 6, make_spec(name, prompt, max_tokens=14).sampling, 32)
+        assert [firsts[name], *d.leg(name).tokens] == expected
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_the_same_trace_preempts_the_same_sequences():
+    def trace() -> list[list[int]]:
+        d = Decode(num_blocks=8, max_model_len=32)
+        for i in range(4):
+            d.round(reserve(make_spec(str(i), [i] * 6, max_tokens=16), prefill_here=True))
+        d.run_until_idle()
+        return [[len(s.token_ids) for s in step] for step in d.runner.steps]
+
+    assert trace() == trace()
+
+
+def test_what_was_preempted_before_its_last_token_resumes_for_it():
+    d = Decode(num_blocks=8, max_model_len=32)
+    d.round(reserve(make_spec("a", PROMPT, max_tokens=3)))
+    first = d.commit("a", PROMPT)
+    d.round()
+    assert len(d.leg("a").tokens) == 1
+    d.scheduler._preempt(d.scheduler._running[0])
+    d.run_until_idle()
+    expected, _ = reference_output(PROMPT, 6, make_spec("a", PROMPT, max_tokens=3).sampling, 32)
+    assert [first, *d.leg("a").tokens] == expected
+    assert d.leg("a").outputs[-1].first_index == 2
+
+
+def test_kv_that_arrives_when_no_block_is_left_is_not_lost():
+    """Everything but the prompt's own blocks is taken when the commit comes: the sequence computes again, later."""
+    d = Decode(num_blocks=4, max_model_len=16, max_running=2)
+    d.round(reserve(make_spec("a", [1] * 6, max_tokens=9), prefill_here=True))
+    d.round(reserve(make_spec("b", [2] * 3, max_tokens=1)))  # one block, no head-room needed
+    while d.pool.num_free:
+        d.round()
+    first = d.commit("b", [2] * 3)
+    d.run_until_idle()
+    assert d.leg("a").ended
+    assert d.leg("b").ended
+    assert first == next_token([2] * 3)
+
+
+def test_new_work_does_not_overtake_what_was_preempted():
+    d = Decode(num_blocks=8, max_model_len=32)
+    d.round(reserve(make_spec("a", [1] * 12, max_tokens=15), prefill_here=True))
+    d.round(reserve(make_spec("b", [2] * 10, max_tokens=15), prefill_here=True))
+    while not d.scheduler._preempted:
+        d.round()
+    d.round(reserve(make_spec("c", [3], max_tokens=2), prefill_here=True))
+    while not d.leg("a").ended:
+        assert not d.leg("c").outputs
+        d.round()
+    d.run_until_idle()
+    assert d.leg("b").ended
+    assert d.leg("c").ended
+
+
+def test_a_failing_step_fails_its_sequences_and_the_next_go_on():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT), prefill_here=True))
+    d.runner.fail_next = RuntimeError("kernel")
+    d.round()
+    error = d.leg("a").error
+    assert error is not None
+    assert error.kind == ErrorKind.INTERNAL
+    assert d.pool.num_free == d.pool.num_blocks
+    d.round(reserve(make_spec("b", PROMPT, max_tokens=2), prefill_here=True))
+    d.run_until_idle()
+    assert d.leg("b").finish_reason is not None
+
+
+def test_stop_ends_everything():
+    d = Decode(max_running=2)
+    d.round(*[reserve(make_spec(name, PROMPT)) for name in ("a", "b", "c")])
+    d.commit("a", PROMPT)
+    d.round()
+    d.scheduler.stop(BatonError(ErrorKind.DRAINING, "stopping"), d.now)
+    d.round()
+    assert all(d.leg(name).ended for name in ("a", "b", "c"))
+    assert d.scheduler.num_open == 0
+    assert d.receiver.open == {}
+
+
+def test_the_load_report_counts_what_is_there():
+    d = Decode(max_running=2, chunk_budget_tokens=4)
+    d.round(*[reserve(make_spec(name, [i] * 10, max_tokens=9), prefill_here=True) for i, name in enumerate("abc")])
+    assert d.news is not None
+    load = d.news.load
+    assert (load.num_running, load.num_waiting, load.num_blocks) == (2, 1, 16)
+    assert load.queued_prefill_tokens == 6 + 10 + 10
+    assert load.num_free_blocks == d.pool.num_free
+    assert (load.prefix_queries_total, load.prefix_hits_total) == (20, 0)
+    d.run_until_idle()
+    assert d.news.load.queued_prefill_tokens == 0
+    assert d.news.load.num_running == d.news.load.num_waiting == 0

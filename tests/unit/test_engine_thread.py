@@ -1,0 +1,187 @@
+"""The engine's thread: commands in, news out, failures contained, always joinable. Waits are for events, with bounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from common.engine.engine_thread import EngineThread, Inbox
+from common.engine.messages import AbortCommand, EngineNews, LegOutput
+from common.errors import ErrorKind
+from common.kvcache.block_pool import BlockPool
+from common.kvcache.prefix_cache import PrefixCache
+from common.sampling_params import FinishReason
+from decode_service.scheduler import DecodeScheduler
+from kv_transfer.types import WorkerIdentity
+from tests.unit.engine_fakes import FakeKv, FakeReceiver, FakeRunner, make_config, make_spec, reference_output, reserve
+
+BOUND_S = 20.0
+
+
+class Harness:
+    """A real thread around a decode scheduler and fakes."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(64)
+        self.kv = FakeKv(64, 4)
+        self.runner = FakeRunner(self.kv)
+        self.news: SimpleQueue[EngineNews] = SimpleQueue()
+        self.inbox = Inbox()
+        config = make_config(max_model_len=256)
+        self.scheduler = DecodeScheduler(
+            config,
+            self.pool,
+            PrefixCache(self.pool),
+            FakeReceiver(self.kv),
+            "127.0.0.1:7",
+            WorkerIdentity("d0", "e0"),
+            self.inbox.put,
+        )
+        self.engine = EngineThread(
+            self.scheduler, self.runner, self.inbox, self.news.put, check_when_idle=True, name="engine-test"
+        )
+
+    def outputs_until(self, done: Callable[[LegOutput], bool]) -> list[LegOutput]:
+        seen: list[LegOutput] = []
+        while True:
+            for news in self.news.get(timeout=BOUND_S).by_owner.values():
+                seen += news.outputs
+            if seen and done(seen[-1]):
+                return seen
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    h = Harness()
+    yield h
+    assert h.engine.stop(BOUND_S)
+
+
+def ended(output: LegOutput) -> bool:
+    return output.leg_ended
+
+
+def test_a_sequence_runs_to_its_end_with_one_piece_of_news_a_step(harness):
+    spec = make_spec("a", [1, 2, 3], max_tokens=20)
+    harness.engine.start()
+    harness.inbox.put(reserve(spec, prefill_here=True))
+    outputs = harness.outputs_until(ended)
+    expected, reason = reference_output(spec.token_ids, 3, spec.sampling, 256)
+    assert [t for o in outputs for t in o.token_ids] == expected
+    assert all(len(o.token_ids) == 1 for o in outputs)
+    assert outputs[-1].finish_reason == reason
+
+
+def test_an_abort_is_heard_before_the_next_step_begins(harness):
+    entered, go_on = threading.Event(), threading.Event()
+    execute = harness.runner.execute
+
+    def held(scheduled):
+        entered.set()
+        assert go_on.wait(BOUND_S)
+        return execute(scheduled)
+
+    harness.runner.execute = held
+    harness.engine.start()
+    harness.inbox.put(reserve(make_spec("a", [1, 2, 3], max_tokens=200), prefill_here=True))
+    assert entered.wait(BOUND_S)
+    harness.inbox.put(AbortCommand(1, "a"))
+    go_on.set()
+    outputs = harness.outputs_until(ended)
+    assert outputs[-1].finish_reason == FinishReason.ABORT
+    assert len(harness.runner.steps) == 1
+    assert harness.pool.num_free == 64
+
+
+def test_one_failing_step_fails_its_sequences_and_the_engine_stays_well(harness):
+    harness.runner.fail_next = RuntimeError("kernel")
+    harness.engine.start()
+    harness.inbox.put(reserve(make_spec("a", [1]), prefill_here=True))
+    error = harness.outputs_until(ended)[-1].error
+    assert error is not None
+    assert error.kind == ErrorKind.INTERNAL
+    harness.inbox.put(reserve(make_spec("b", [1], max_tokens=2), prefill_here=True))
+    assert harness.outputs_until(ended)[-1].error is None
+    assert harness.engine.failure is None
+
+
+def test_two_failing_steps_in_a_row_make_the_engine_unhealthy_and_end_all(harness):
+    def broken(_):
+        raise RuntimeError("kernel")
+
+    harness.runner.execute = broken
+    harness.engine.start()
+    for name in ("a", "b"):
+        harness.inbox.put(reserve(make_spec(name, [1]), prefill_here=True))
+        assert harness.outputs_until(ended)[-1].error is not None
+    assert harness.engine.stop(BOUND_S)
+    assert harness.engine.failure is not None
+    assert "2 engine steps in a row failed" in harness.engine.failure
+
+
+def test_a_bug_in_the_scheduler_ends_the_thread_and_is_told(harness):
+    def broken(now):
+        raise ZeroDivisionError("bug")
+
+    harness.scheduler.schedule = broken
+    harness.engine.start()
+    harness.inbox.wake()
+    harness.engine._thread.join(BOUND_S)
+    assert not harness.engine.is_alive
+    assert harness.engine.failure == "the engine broke: ZeroDivisionError: bug"
+
+
+def test_a_hanging_step_shows_in_the_heartbeat_and_an_idle_engine_does_not():
+    clock = [100.0]
+    harness = Harness()
+    entered, go_on = threading.Event(), threading.Event()
+    execute = harness.runner.execute
+
+    def hanging(scheduled):
+        entered.set()
+        assert go_on.wait(BOUND_S)
+        return execute(scheduled)
+
+    harness.runner.execute = hanging
+    engine = EngineThread(harness.scheduler, harness.runner, harness.inbox, harness.news.put, clock=lambda: clock[0])
+    engine.start()
+    harness.inbox.put(reserve(make_spec("a", [1], max_tokens=1), prefill_here=True))
+    assert entered.wait(BOUND_S)
+    clock[0] += 60.0
+    assert engine.heartbeat_age_s >= 60.0
+    go_on.set()
+    harness.outputs_until(ended)
+    clock[0] += 1.0
+    assert engine.stop(BOUND_S)
+    assert engine.heartbeat_age_s <= 1.0
+
+
+def test_stop_ends_all_sequences_and_may_be_called_at_any_time(harness):
+    assert harness.engine.stop(BOUND_S)  # not started yet
+    harness.engine.start()
+    for name in ("a", "b"):
+        harness.inbox.put(reserve(make_spec(name, [1, 2])))
+    while not harness.news.get(timeout=BOUND_S).load.num_running == 2:
+        pass
+    assert harness.engine.stop(BOUND_S)
+    assert harness.engine.stop(BOUND_S)
+    assert harness.engine.num_open == 0
+    kinds = [o.error.kind for o in harness.outputs_until(ended) if o.error is not None]
+    assert set(kinds) == {ErrorKind.DRAINING}
+
+
+def test_the_inbox_keeps_order_and_says_when_it_is_full():
+    inbox = Inbox(capacity=2)
+    assert inbox.drain(0.0) == []
+    inbox.put(AbortCommand(1, "a"))
+    assert not inbox.is_full
+    inbox.put(AbortCommand(1, "b"))
+    assert inbox.is_full
+    inbox.wake()
+    inbox.put(AbortCommand(1, "c"))  # never refused: who may wait asks first
+    assert inbox.drain(0.0) == [AbortCommand(1, name) for name in "abc"]
+    with pytest.raises(Empty):
+        inbox._queue.get_nowait()

@@ -1,0 +1,157 @@
+"""OpenAI bodies: strict types, refusals that name the field, and no guessing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from common.errors import BatonError, ErrorKind
+from router.gateway.openai_models import ChatBody, CompletionBody, parse_body
+from router.gateway.prompts import TextPrompt, TokenPrompt
+
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**fields) -> CompletionBody:
+    return parse_body(CompletionBody, json.dumps({"prompt": "a", **fields}).encode())
+
+
+def chat(**fields) -> ChatBody:
+    return parse_body(ChatBody, json.dumps({"messages": [USER], **fields}).encode())
+
+
+def refused(function, **fields) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        function(**fields)
+    assert caught.value.kind is ErrorKind.INVALID_REQUEST
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b'{"prompt": ', b"\xff\xfe", b'{"prompt": "a"} x', b"nonsense", b'{"prompt": "\\ud800"}']
+)
+def test_broken_json_is_told_as_such(data):
+    with pytest.raises(BatonError, match="not valid JSON"):
+        parse_body(CompletionBody, data)
+
+
+@pytest.mark.parametrize("data", [b"[]", b'"a"', b"5", b"null"])
+def test_a_body_must_be_an_object(data):
+    with pytest.raises(BatonError, match="must be a JSON object"):
+        parse_body(CompletionBody, data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": False}, "temperature"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"model": 5}, "model"),
+        ({"timeout": "soon"}, "timeout"),
+    ],
+)
+@pytest.mark.parametrize("body", [completion, chat])
+def test_a_wrong_type_is_never_converted(body, fields, param):
+    assert refused(body, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "asks", "neutral"),
+    [
+        ("n", 2, 1), ("n", 0, 1), ("n", True, 1), ("n", "1", 1), ("best_of", 2, 1), ("logprobs", 0, False),
+        ("logprobs", True, False), ("top_logprobs", 2, 0), ("tools", [{}], []), ("tool_choice", "required", "auto"),
+        ("response_format", {"type": "json_object"}, {"type": "text"}), ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", -1, 0.0), ("logit_bias", {"5": 1}, {}), ("echo", True, False), ("suffix", "x", ""),
+        ("repetition_penalty", 1.1, 1.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("body", [completion, chat])
+def test_what_is_not_served_is_refused_and_its_neutral_value_is_not(body, field, asks, neutral):
+    assert refused(body, **{field: asks}).param == field
+    body(**{field: neutral})
+    body(**{field: None})
+
+
+def test_unknown_fields_are_ignored():
+    completion(store=True, metadata={"a": "b"}, whatever=[1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("a", [TextPrompt("a")]),
+        ([1, 2], [TokenPrompt([1, 2])]),
+        (["a", ""], [TextPrompt("a"), TextPrompt("")]),
+        ([[1], [2, 3]], [TokenPrompt([1]), TokenPrompt([2, 3])]),
+    ],
+)
+def test_all_four_kinds_of_prompt_are_read(prompt, wanted):
+    assert completion(prompt=prompt).prompts() == wanted
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (5, "prompt"), (None, "prompt"), ({}, "prompt"), ([], "prompt"), ([1, "a"], "prompt"), ([True], "prompt"),
+        ([1.0], "prompt"), ([[1], []], "prompt[1]"), ([[1], ["a"]], "prompt[1]"), ([None], "prompt"),
+    ],
+)  # fmt: skip
+def test_any_other_prompt_is_refused(prompt, param):
+    assert refused(lambda: completion(prompt=prompt).prompts()).param == param
+
+
+def test_a_missing_prompt_is_named():
+    with pytest.raises(BatonError) as caught:
+        parse_body(CompletionBody, b"{}")
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([USER, {"content": "a"}], "messages[1].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
+    ],
+)
+def test_messages_are_refused_by_position(messages, param):
+    assert refused(lambda: chat(messages=messages).prompt()).param == param
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    prompt = chat(messages=[{"role": "user", "content": parts}, {"role": "tool", "content": "c", "name": "f"}]).prompt()
+    assert prompt.messages == [{"role": "user", "content": "ab"}, {"role": "tool", "content": "c", "name": "f"}]
+
+
+def test_both_names_of_the_bound_must_agree():
+    assert chat(max_completion_tokens=5).asked_sampling().max_tokens == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).asked_sampling().max_tokens == 5
+    assert (
+        refused(lambda: chat(max_completion_tokens=5, max_tokens=6).asked_sampling()).param == "max_completion_tokens"
+    )
+    assert chat(max_completion_tokens=0).asked_sampling().max_tokens_field == "max_completion_tokens"
+
+
+def test_stop_is_one_string_or_several():
+    assert completion(stop="a").asked_sampling().stop == ("a",)
+    assert completion(stop=["a", "b"]).asked_sampling().stop == ("a", "b")
+    assert completion(stop=None).asked_sampling().stop == ()

@@ -1,0 +1,402 @@
+"""A request's life, with its workers played frame by frame: what comes out is exact, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import hypothesis
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import BatonError, ErrorKind
+from common.sampling_params import FinishReason
+from router import request as request_module
+from router.request_state import LEGAL_MOVES, TERMINAL, IllegalMoveError, RequestState, check_move
+from router.spec import Finished, Usage
+from tests.fakes.router_parts import PROMPT, Bench, make_spec, settle, until
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+class Client:
+    """Takes whatever it is notified of."""
+
+    def __init__(self, bench: Bench, spec=None) -> None:
+        self.tokens: list[int] = []
+        self.ends: list[object] = []
+        self.run = bench.dispatcher.submit(spec or make_spec(), self.notified)
+
+    def notified(self) -> None:
+        delta = self.run.take()
+        self.tokens += delta.token_ids
+        if delta.end is not None:
+            self.ends.append(delta.end)
+
+    @property
+    def end(self):
+        assert len(self.ends) == 1, "exactly one end"
+        return self.ends[0]
+
+
+async def started(bench: Bench, spec=None) -> tuple[Client, str]:
+    """A request whose reservation was asked for; its transfer_id."""
+    client = Client(bench, spec)
+    await settle()
+    return client, bench.decodes[0].commands[-1].reserve.spec.transfer_id
+
+
+async def test_a_plain_request_passes_both_workers_and_ends_once(bench):
+    client, transfer_id = await started(bench)
+    p0, d0 = bench.prefills[0], bench.decodes[0]
+    reserve = d0.pop_command().reserve
+    assert (list(reserve.spec.token_ids), reserve.spec.num_prompt_tokens) == (PROMPT, len(PROMPT))
+    assert not reserve.prefill_here
+    assert 0 < reserve.spec.timeout_ms <= 60_000
+    assert p0.commands == []
+    d0.reserved(transfer_id)
+    prefill = p0.pop_command().prefill
+    assert prefill.target.address == "there:1"
+    assert prefill.spec.transfer_id == transfer_id
+    p0.output(transfer_id, first_index=0, token_ids=[50])
+    assert client.run.state is RequestState.DECODING
+    p0.output(transfer_id, leg_ended=True, num_cached_tokens=16)
+    d0.output(transfer_id, first_index=1, token_ids=[51, 52])
+    d0.output(transfer_id, first_index=3, token_ids=[53], finish_reason="LENGTH", leg_ended=True)
+    assert client.tokens == [50, 51, 52, 53]
+    assert client.end == Finished(FinishReason.LENGTH, Usage(len(PROMPT), 4, 16))
+    assert bench.all_idle()
+    assert p0.commands == d0.commands == [], "nobody is told to abort what ended well"
+    assert [r.outcome for r in bench.observed.records] == ["length"]
+
+
+async def test_decode_may_speak_before_the_first_token(bench):
+    client, transfer_id = await started(bench)
+    bench.decodes[0].reserved(transfer_id)
+    bench.decodes[0].output(transfer_id, first_index=1, token_ids=[51, 52, 53], finish_reason="LENGTH", leg_ended=True)
+    assert client.tokens == []
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50])
+    assert client.tokens == [50, 51, 52, 53]
+    assert client.ends == [], "usage is known when the prefill leg has ended"
+    bench.prefills[0].output(transfer_id, leg_ended=True, num_cached_tokens=16)
+    assert client.end.usage.cached_tokens == 16
+    assert bench.all_idle()
+
+
+async def test_a_first_token_that_ends_the_request_needs_no_decode(bench):
+    client, transfer_id = await started(bench, make_spec(4, stop_token_ids=(50,)))
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="STOP")
+    bench.decodes[0].output(transfer_id, finish_reason="STOP", leg_ended=True)
+    bench.prefills[0].output(transfer_id, leg_ended=True)
+    assert client.tokens == [50]
+    assert client.end.reason is FinishReason.STOP
+    assert client.end.usage.completion_tokens == 1, "the end-of-sequence token counts"
+
+
+async def test_nobody_waits_long_for_a_last_frame_that_only_brings_usage(bench, monkeypatch):
+    monkeypatch.setattr(request_module, "LEG_END_WAIT_S", 0.0)
+    client, transfer_id = await started(bench, make_spec(1))
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="LENGTH")
+    await until(lambda: client.ends)
+    assert client.end.reason is FinishReason.LENGTH
+    assert bench.all_idle()
+    bench.prefills[0].output(transfer_id, leg_ended=True)
+    assert bench.prefills[0].session.num_late_frames == 1
+
+
+async def test_without_prefill_workers_the_decode_worker_does_it_all():
+    bench = Bench(num_prefill=0)
+    client, transfer_id = await started(bench)
+    d0 = bench.decodes[0]
+    assert d0.pop_command().reserve.prefill_here
+    assert d0.session.load().queued_prefill_tokens == len(PROMPT)
+    d0.output(transfer_id, first_index=0, token_ids=[50, 51, 52])
+    assert d0.session.load().queued_prefill_tokens == 0
+    d0.output(transfer_id, first_index=3, token_ids=[53], finish_reason="LENGTH", leg_ended=True, num_cached_tokens=16)
+    assert client.tokens == [50, 51, 52, 53]
+    assert client.end.usage == Usage(len(PROMPT), 4, 16)
+    assert bench.all_idle()
+
+
+@pytest.mark.parametrize("moment", ["queued", "reserving", "prefilling", "decoding"])
+async def test_an_abort_reaches_every_worker_at_once_and_leaves_nothing(bench, moment):
+    client = Client(bench)
+    p0, d0 = bench.prefills[0], bench.decodes[0]
+    if moment != "queued":
+        await settle()
+        transfer_id = d0.commands[-1].reserve.spec.transfer_id
+    if moment in ("prefilling", "decoding"):
+        d0.reserved(transfer_id)
+    if moment == "decoding":
+        p0.output(transfer_id, first_index=0, token_ids=[50])
+    client.run.abort()
+    client.run.abort()
+    assert client.end.kind is ErrorKind.CANCELLED
+    assert bench.all_idle()
+    await settle()
+    if moment != "queued":
+        assert [c.abort.transfer_id for c in d0.commands_of("abort")] == [transfer_id]
+        assert [c.abort.transfer_id for c in p0.commands_of("abort")] == [transfer_id]
+        d0.output(transfer_id, first_index=1, token_ids=[51])
+        p0.output(transfer_id, leg_ended=True)
+    assert d0.commands_of("reserve") == [] or moment != "queued"
+    assert client.tokens == ([50] if moment == "decoding" else [])
+    assert [r.outcome for r in bench.observed.records] == ["abort"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "emitted"), [("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 1), ("decode", 2)]
+)
+async def test_a_lost_worker_costs_no_token_and_repeats_none(victim, emitted):
+    bench = Bench(2, 2)
+    client, old_id = await started(bench)
+    bench.decodes[0].reserved(old_id)
+    if emitted >= 1:
+        bench.prefills[0].output(old_id, first_index=0, token_ids=[50])
+    if emitted >= 2:
+        bench.decodes[0].output(old_id, first_index=1, token_ids=[51])
+    lost, kept = (bench.prefills, bench.decodes) if victim == "prefill" else (bench.decodes, bench.prefills)
+    lost[0].lose()
+    assert [c.abort.transfer_id for c in kept[0].commands_of("abort")] == [old_id]
+    await settle()
+    heir_d = bench.decodes[1] if victim == "decode" else bench.decodes[0]
+    heir_p = bench.prefills[1] if victim == "prefill" else bench.prefills[0]
+    spec = heir_d.commands_of("reserve")[-1].reserve.spec
+    assert spec.transfer_id != old_id
+    assert list(spec.token_ids) == PROMPT + [50, 51][:emitted]
+    assert spec.num_prompt_tokens == len(PROMPT)
+    assert spec.sampling.max_tokens == 4
+    heir_d.reserved(spec.transfer_id)
+    kept[0].output(old_id, first_index=emitted, token_ids=[99])  # a late frame of the first attempt
+    tokens = [50, 51, 52, 53]
+    heir_p.output(spec.transfer_id, first_index=emitted, token_ids=[tokens[emitted]])
+    heir_p.output(spec.transfer_id, leg_ended=True)
+    rest = tokens[emitted + 1 :]
+    heir_d.output(spec.transfer_id, first_index=emitted + 1, token_ids=rest, finish_reason="LENGTH", leg_ended=True)
+    assert client.tokens == tokens
+    assert client.end.usage.completion_tokens == 4
+    assert bench.observed.retries == [ErrorKind.LEASE_LOST]
+    assert bench.all_idle()
+
+
+async def test_a_worker_that_dies_with_the_last_token_out_costs_nothing(bench):
+    client, transfer_id = await started(bench, make_spec(2))
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50])
+    bench.decodes[0].output(transfer_id, first_index=1, token_ids=[51])  # its finish reason never comes
+    bench.decodes[0].lose()
+    assert client.end.reason is FinishReason.LENGTH
+    assert bench.all_idle()
+
+
+async def test_a_failed_transfer_after_the_last_token_is_no_failure(bench):
+    client, transfer_id = await started(bench, make_spec(1))
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="LENGTH")
+    bench.prefills[0].output(transfer_id, error="LEASE_LOST")
+    assert client.end.reason is FinishReason.LENGTH
+
+
+async def test_attempts_are_bounded_and_the_client_learns_no_inner_kind(monkeypatch):
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench = Bench()
+    client = Client(bench)
+    for _ in range(request_module.MAX_ATTEMPTS):
+        await until(lambda: bench.decodes[0].commands_of("reserve"))
+        transfer_id = bench.decodes[0].commands_of("reserve")[0].reserve.spec.transfer_id
+        bench.decodes[0].session._outbox.clear()
+        bench.decodes[0].output(transfer_id, error="CORRUPT_KV")
+    assert client.end.kind is ErrorKind.NO_WORKER
+    assert client.end.retry_after_s
+    assert bench.observed.retries == [ErrorKind.CORRUPT_KV] * (request_module.MAX_ATTEMPTS - 1)
+    assert [r.outcome for r in bench.observed.records] == ["no_worker"]
+    assert bench.all_idle()
+
+
+@pytest.mark.parametrize("kind", ["INVALID_REQUEST", "CONTEXT_LENGTH", "INTERNAL", "OVERLOADED", "DEADLINE_EXCEEDED"])
+async def test_what_another_worker_would_not_cure_is_not_retried(bench, kind):
+    client, transfer_id = await started(bench)
+    bench.decodes[0].output(transfer_id, error=kind)
+    assert client.end.kind is ErrorKind[kind]
+    assert bench.observed.retries == []
+    assert bench.all_idle()
+
+
+async def test_a_leg_that_ends_without_its_end_is_tried_again():
+    bench = Bench(2, 2)
+    client, transfer_id = await started(bench)
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, leg_ended=True)  # and no first token
+    await settle()
+    assert bench.observed.retries == [ErrorKind.LEASE_LOST]
+    assert client.ends == []
+    client.run.abort()
+
+
+async def test_the_deadline_ends_a_request_in_any_state(bench):
+    client = Client(bench, make_spec(timeout_s=1e-9))
+    await until(lambda: client.ends)
+    assert client.end.kind is ErrorKind.DEADLINE_EXCEEDED
+    assert bench.all_idle()
+
+
+async def test_a_stop_string_ends_both_legs_and_counts_only_what_was_used(bench):
+    client, transfer_id = await started(bench, make_spec(100))
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50])
+    bench.decodes[0].output(transfer_id, first_index=1, token_ids=[51, 52, 53])
+    usage = client.run.stop(2)
+    assert usage.completion_tokens == 2
+    assert client.run.state is RequestState.FINISHED
+    assert bench.decodes[0].commands_of("abort")
+    assert bench.prefills[0].commands_of("abort")
+    assert [(r.outcome, r.usage.completion_tokens) for r in bench.observed.records] == [("stop", 2)]
+    assert bench.all_idle()
+
+
+async def test_no_worker_at_all_is_an_error_at_once():
+    bench = Bench(0, 0)
+    client = Client(bench)
+    await settle()
+    assert client.end.kind is ErrorKind.NO_WORKER
+
+
+async def test_the_number_in_flight_is_bounded_and_recovers():
+    bench = Bench(max_in_flight=2)
+    first, second = Client(bench), Client(bench)
+    with pytest.raises(BatonError) as caught:
+        bench.dispatcher.submit(make_spec(), lambda: None)
+    assert (caught.value.kind, caught.value.retry_after_s) == (ErrorKind.OVERLOADED, 1.0)
+    assert (bench.dispatcher.num_waiting, bench.dispatcher.num_running) == (2, 0)
+    first.run.abort()
+    third = Client(bench)
+    for client in (second, third):
+        client.run.abort()
+    assert bench.all_idle()
+
+
+async def test_shutdown_refuses_new_requests_and_fails_what_runs(bench):
+    client, _ = await started(bench)
+    draining = BatonError(ErrorKind.DRAINING, "down")
+    bench.dispatcher.refuse_new(draining)
+    with pytest.raises(BatonError):
+        bench.dispatcher.submit(make_spec(), lambda: None)
+    assert client.ends == []
+    bench.dispatcher.fail_all(draining)
+    assert client.end is draining
+    assert await bench.dispatcher.wait_empty(1.0)
+    assert bench.all_idle()
+
+
+async def test_transfer_ids_are_never_used_twice():
+    bench = Bench(2, 2)
+    ids = set()
+    for _ in range(20):
+        client, transfer_id = await started(bench)
+        ids.add(transfer_id)
+        client.run.abort()
+    assert len(ids) == 20
+
+
+def test_terminal_states_have_no_way_out_and_every_state_has_a_way_to_each_end():
+    for state in RequestState:
+        assert (LEGAL_MOVES[state] == frozenset()) == (state in TERMINAL)
+        assert state in TERMINAL or LEGAL_MOVES[state] >= TERMINAL
+    with pytest.raises(IllegalMoveError):
+        check_move(RequestState.FINISHED, RequestState.QUEUED)
+
+
+class _Story:
+    """Random but legal workers: every attempt emits the scripted tokens from where it was told to begin."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.draw = data.draw
+        self.bench = Bench(2, 2)
+        self.total = self.draw(st.integers(1, 6), label="max_tokens")
+        self.tokens = [50 + i for i in range(self.total)]
+        self.client = Client(self.bench, make_spec(self.total))
+        # transfer_id → frames that its workers will still send, in the order of each leg.
+        self.legs: dict[tuple[str, str], list[dict]] = {}
+
+    async def step(self) -> None:
+        """One worker takes its commands, or sends its next frame, or fails."""
+        for worker in self.bench.workers:
+            while worker.commands:
+                self._command(worker, worker.pop_command())
+        choices = sorted(key for key, frames in self.legs.items() if frames)
+        if not choices:
+            return
+        key = self.draw(st.sampled_from(choices))
+        worker = next(w for w in self.bench.workers if w.session.record.worker_id == key[0])
+        fate = self.draw(st.sampled_from(["frame"] * 8 + ["lose", "error"]))
+        if fate == "lose":
+            worker.lose()
+            self.legs = {k: v for k, v in self.legs.items() if k[0] != key[0]}
+            worker.session._state = worker.session._state.__class__.READY  # reconnected at once
+        elif fate == "error":
+            self.legs.pop(key)
+            worker.output(key[1], error=self.draw(st.sampled_from(["LEASE_LOST", "DRAINING", "CORRUPT_KV"])))
+        else:
+            frame = self.legs[key].pop(0)
+            if frame.get("reserved"):
+                worker.reserved(key[1])
+            else:
+                worker.output(key[1], **frame)
+
+    def _command(self, worker, command) -> None:
+        worker_id, kind = worker.session.record.worker_id, command.WhichOneof("frame")
+        if kind == "abort":
+            self.legs.pop((worker_id, command.abort.transfer_id), None)
+            return
+        spec = command.reserve.spec if kind == "reserve" else command.prefill.spec
+        base = len(spec.token_ids) - spec.num_prompt_tokens
+        assert list(spec.token_ids[spec.num_prompt_tokens :]) == self.tokens[:base]
+        assert base < self.total, "nothing is left to do"
+        key = (worker_id, spec.transfer_id)
+        last = base + 1 == self.total
+        if kind == "prefill":
+            ending = {"finish_reason": "LENGTH"} if last else {}
+            first = {"first_index": base, "token_ids": self.tokens[base : base + 1], **ending}
+            self.legs[key] = [first, {"leg_ended": True, "num_cached_tokens": 16}]
+            return
+        frames: list[dict] = [{"reserved": True}]
+        for i in range(base + 1, self.total):
+            frame = {"first_index": i, "token_ids": [self.tokens[i]]}
+            frames.append(frame | ({"finish_reason": "LENGTH", "leg_ended": True} if i + 1 == self.total else {}))
+        if last:
+            frames.append({"finish_reason": "LENGTH", "leg_ended": True})
+        self.legs[key] = frames
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_fails_the_output_is_a_prefix_of_the_truth_and_everything_is_given_back(data):
+    async def story() -> None:
+        play = _Story(data)
+        abort_after = data.draw(st.none() | st.integers(0, 10), label="abort after")
+        for step in range(60):
+            await settle()
+            if step == abort_after:
+                play.client.run.abort()
+            if play.client.ends:
+                break
+            await play.step()
+        play.client.run.abort()
+        client = play.client
+        assert client.tokens == play.tokens[: len(client.tokens)]
+        hypothesis.event(f"{type(client.end).__name__} {len(play.bench.observed.retries)}")
+        if isinstance(client.end, Finished):
+            assert client.tokens == play.tokens
+            assert client.end.usage.completion_tokens == play.total
+        assert play.bench.all_idle()
+        assert len(play.bench.observed.records) == 1
+        await settle()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+        asyncio.run(story())
