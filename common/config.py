@@ -65,6 +65,9 @@ class Settings(BaseModel):
     prefill_budget_tokens: int = Field(2048, ge=16, description="most tokens a prefill step computes")
     max_running: int = Field(64, ge=1, description="most sequences a worker runs at once")
     max_waiting: int = Field(1024, ge=1, description="most sequences a worker, or requests a router, lets wait")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"
+    )
     num_threads: int = Field(0, ge=0, description="compute threads of a worker; 0: cores shared among local workers")
 
     # transfer

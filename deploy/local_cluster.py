@@ -108,7 +108,8 @@ class LocalCluster:
         """
         router = next(part for part in self._parts if part.role == "router")
         host, port = probe_host(str(router.settings.get("host", "127.0.0.1"))), int(router.settings["port"])
-        waiting = {part.name: part for part in reversed(self._parts)}  # the router last: it serves by the workers
+        waiting = {part.name: part for part in self._parts if part is not router}
+        waiting[router.name] = router  # last: it serves by the workers
         async with asyncio.timeout(READY_DEADLINE_S), _redis_client(router) as redis:
             while waiting:
                 for name, part in list(waiting.items()):

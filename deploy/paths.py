@@ -13,6 +13,9 @@ from typing import Final
 
 import psutil
 
+from common.errors import StartupError
+from deploy.restart_policy import STARTUP_ERROR_EXIT
+
 RUN_PREFIX: Final = "baton-run-"
 # A run directory whose supervisor is gone is kept so long, for its logs.
 KEEP_DEAD_RUN_S: Final = 24 * 3600.0
@@ -27,11 +30,17 @@ def baton_home(environ: Mapping[str, str] | None = None) -> Path:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A private directory for sockets, settings and logs; removed at the end, kept if that is an exception."""
+    """A private directory for sockets, settings and logs. Removed at the end, unless that is an exception which only
+    the logs explain: any but a StartupError that names a fault of settings, model or machine."""
     base = Path(tempfile.gettempdir())
     remove_dead_runs(base, now=time.time())
     path = Path(tempfile.mkdtemp(prefix=f"{RUN_PREFIX}{os.getpid()}-", dir=base))
-    yield path
+    try:
+        yield path
+    except StartupError as error:
+        if error.exit_code == STARTUP_ERROR_EXIT:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
     shutil.rmtree(path, ignore_errors=True)
 
 

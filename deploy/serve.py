@@ -156,7 +156,8 @@ async def _bring_up(
         try:
             await cluster.ready(lambda part, doing, done: display.say(part, doing, done=done))
         except TimeoutError:
-            raise StartupError(f"not ready after {READY_DEADLINE_S:.0f} s: see the logs in {run_dir}") from None
+            message = f"not ready after {READY_DEADLINE_S:.0f} s: see the logs in {run_dir}"
+            raise StartupError(message, exit_code=1) from None
     _say_ready(prepared, run_dir, console)
     if prepared.demo:
         await _show_answer(prepared, console)

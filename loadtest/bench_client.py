@@ -29,8 +29,11 @@ from loadtest.runner import LoadRun, RunLimits
 from loadtest.streams import StreamSpec, parse_stream
 from loadtest.tokens import TokenSource
 
-# A client that stamps 1 % of events later than this no longer measures ITL.
-_LATE_S: Final = 0.005
+# Kept up: nearly all events came in time, most were stamped at once, and the core was not full. The 99th percentile is
+# shown, but on a shared machine it tells of the neighbours.
+_LEAST_SHARE: Final = 0.98
+_MOST_DELAY_S: Final = 0.001
+_MOST_CORES: Final = 0.9
 _HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _EVENT: Final = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1700000000,"model":"blast",'
@@ -158,15 +161,16 @@ def main() -> None:
             f"{result['delay_p50_s'] * 1e3:.2f} ms",
             f"{result['delay_p99_s'] * 1e3:.2f} ms",
         )
-        kept_up = result["events_per_s"] > 0.98 * rate and result["delay_p99_s"] < _LATE_S
-        if not kept_up:
+        in_time = result["events_per_s"] > _LEAST_SHARE * rate and result["delay_p50_s"] < _MOST_DELAY_S
+        if not (in_time and result["cores"] < _MOST_CORES):
             break
         best, rate = rate, rate * 2
     console = Console()
     console.print(table)
     console.print(
         f"{args.streams} streams, {os.cpu_count()} cores: the client kept up with {best:,.0f} events/s on one core"
-        f" (98 % of the offered rate, 99 % of events stamped within {_LATE_S * 1e3:.0f} ms)"
+        f" ({_LEAST_SHARE:.0%} of the offered rate received, half of the events stamped within"
+        f" {_MOST_DELAY_S * 1e3:.0f} ms, less than {_MOST_CORES:.0%} of the core used)"
     )
 
 

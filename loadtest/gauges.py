@@ -21,7 +21,8 @@ from loadtest.client.http1 import (
 
 _PERIOD_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
-# The first name of each list that the page has is used. Counts add up over labels (workers); ratios are averaged.
+# The first name of each list that the page has is used. Counts add up over labels (workers); of ratios
+# the fullest worker's counts, since it is the one that makes requests wait.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "running": (
@@ -71,7 +72,7 @@ def read_gauges(page: bytes) -> dict[str, float]:
     for gauge, names in _NAMES.items():
         samples = next((found[n] for n in names if n in found), None)
         if samples:
-            gauges[gauge] = sum(samples) / len(samples) if gauge == "kv_use" else sum(samples)
+            gauges[gauge] = max(samples) if gauge == "kv_use" else sum(samples)
     return gauges
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 _TICK_S: Final = 0.01
 _CPU_WINDOW_S: Final = 1.0
+# A client that is late although it uses less than this share of a core is not busy itself.
+_STARVED_BELOW: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -57,18 +59,22 @@ def saturation_reasons(
 ) -> list[str]:
     """Why the client counts as saturated, one line each; empty when it kept up."""
     reasons = []
+    cpu = sum(load.cpu_ratio) / len(load.cpu_ratio) if load.cpu_ratio else None
+    starved = ""
+    if cpu is not None and cpu < _STARVED_BELOW:
+        starved = f"; it used only {cpu:.0%} of a core, so other processes held it up: free one, or raise --max-lag-ms"
     send_limit = max(limits.max_lag_s, limits.max_send_lag_of_ttft * ttft_p50_s)
     if send_lag_p99_s > send_limit:
         reasons.append(
             f"client saturated: 1 % of requests left {send_lag_p99_s * 1e3:.1f} ms or more after they were due"
-            f" (limit {send_limit * 1e3:.1f} ms)"
+            f" (limit {send_limit * 1e3:.1f} ms){starved}"
         )
     loop_limit = max(limits.max_lag_s, limits.max_loop_lag_of_itl * itl_p50_s)
     loop_lag_p99 = float(np.percentile(load.loop_lag_s, 99)) if load.loop_lag_s else 0.0
     if loop_lag_p99 > loop_limit:
         reasons.append(
             f"client saturated: its event loop was {loop_lag_p99 * 1e3:.1f} ms late at the 99th percentile"
-            f" (limit {loop_limit * 1e3:.1f} ms)"
+            f" (limit {loop_limit * 1e3:.1f} ms){starved}"
         )
     busy = sum(r > limits.max_cpu_ratio for r in load.cpu_ratio)
     if load.cpu_ratio and busy > limits.max_busy_windows * len(load.cpu_ratio):

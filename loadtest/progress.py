@@ -52,7 +52,7 @@ class ProgressTally:
         while self._recent and self._recent[0][0] < now_s - _WINDOW_S:
             self._recent.popleft()
         parts = [
-            f"{max(0.0, now_s - origin):6.1f} s",
+            f"{max(0.0, now_s - origin):.1f} s",
             f"{finished} done ({(finished - last_finished) / span:.1f}/s)",
             f"{len(running)} running",
             self._ttft(),
@@ -63,7 +63,7 @@ class ProgressTally:
             parts += [f"{label} {value:.0%}" if label == "KV" else f"{value:.0f} {label}" for label, value in shown]
         errors = ", ".join(f"{count} {name}" for name, count in self.errors.most_common(3))
         parts.append(f"errors: {errors}" if errors else "no errors")
-        return "  ·  ".join(parts)
+        return " · ".join(parts)
 
     def _ttft(self) -> str:
         if not self._recent:

@@ -146,6 +146,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             first_index=sequence.num_output_tokens - 1,
             token_ids=(token_id,),
             finish_reason=finish_reason,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         self._emit(sequence.owner, first_token)
 

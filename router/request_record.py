@@ -44,7 +44,7 @@ class RequestFacts:
 
     def note_prefill(self, news: LegNews) -> None:
         """A frame of the leg that computed the prompt."""
-        if self._cached_tokens is None and (news.leg_ended or news.num_cached_tokens):
+        if self._cached_tokens is None:
             self._cached_tokens = min(news.num_cached_tokens, len(self._spec.prompt_token_ids))
         if news.leg_ended:
             theirs = news.timings

@@ -100,7 +100,9 @@ class _SpoilingEndpoint:
     def lanes(self) -> tuple[str, ...]:
         return self._inner.lanes
 
-    def put(self, source: Region, source_offset: int, target: int, num_bytes: int, timeout_s: float, done: PutDone) -> None:
+    def put(
+        self, source: Region, source_offset: int, target: int, num_bytes: int, timeout_s: float, done: PutDone
+    ) -> None:
         if not self._spoils():
             self._inner.put(source, source_offset, target, num_bytes, timeout_s, done)
             return
@@ -174,7 +176,7 @@ class RemoteDecode:
 
 
 @contextmanager
-def remote_decode(options: DecodeOptions = DecodeOptions()) -> Iterator[RemoteDecode]:  # noqa: B008
+def remote_decode(options: DecodeOptions = DecodeOptions()) -> Iterator[RemoteDecode]:
     spawn = get_context("spawn")
     mine, theirs = spawn.Pipe()
     process = spawn.Process(target=_decode_main, args=(theirs, options), daemon=True)

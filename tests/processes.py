@@ -33,7 +33,7 @@ def descendants(pid: int, word: str) -> list[int]:
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # a zombie too
-            if any(part.endswith(word) for part in process.cmdline()):
+            if any(part.endswith(word) for part in " ".join(process.cmdline()).split()):
                 found.append(process.pid)
     return found
 

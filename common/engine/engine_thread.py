@@ -199,7 +199,8 @@ class EngineThread:
     def _on_step_failure(self, error: Exception) -> None:
         _log.exception("step_failed")
         self._consecutive_failures += 1
-        cause = BatonError(ErrorKind.INTERNAL, f"an engine step failed: {type(error).__name__}")
+        what = error.message if isinstance(error, BatonError) else type(error).__name__
+        cause = BatonError(ErrorKind.INTERNAL, f"an engine step failed: {what}")
         self._scheduler.fail_step(cause, self._clock())
         if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             self._scheduler.stop(cause, self._clock())

@@ -43,14 +43,16 @@ class Chunk:
 class DecodeGroup:
     """n sequences of one new token, padded to B blocks.
 
-    rows: int64 [n]. block_ids: int64 [n * B], padded with 0. absent: bool [n, B * block_size], true where a
-    sequence has no token: what lies there is another's. mask: the same as -inf and 0, to be added to scores.
+    rows: int64 [n]. block_ids: int64 [n * B], padded with 0. mask: [n, B * block_size], added to scores: -inf where a
+    sequence has no token, and what lies in the pool is another's, else 0. absent: the same as bool
+    [n, B * block_size - shortest], only from the shortest context on.
     """
 
     rows: torch.Tensor
     block_ids: torch.Tensor
-    absent: torch.Tensor
     mask: torch.Tensor
+    shortest: int
+    absent: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,9 @@ def _group(members: list[tuple[int, int, int]], batch: Batch, block_size: int, d
     return DecodeGroup(
         rows=torch.tensor([row for _, _, row in members], device=device),
         block_ids=batch.block_tables[sequences, :num_blocks].long().flatten(),
-        absent=absent,
         mask=torch.zeros(absent.shape, dtype=dtype, device=device).masked_fill_(absent, -torch.inf),
+        shortest=members[0][0],
+        absent=absent[:, members[0][0] :],
     )
 
 

@@ -1,9 +1,9 @@
 """The operations in plain torch: correct on any device and dtype, and the yardstick of every faster version.
 
-Attention reads the pool through strided views, so that one index_select per K and V gathers a sequence's blocks
-straight into the shape that scaled_dot_product_attention wants; grouped heads share them without a copy:
+Attention gathers a sequence's blocks with one index_select, straight into the shape that scaled_dot_product_attention
+wants; grouped heads share them without a copy. (An index_select over a transposed view would copy the whole pool.)
 
-    pool [N, 2, H, block, D]  ──[:, 0], transpose──►  [H, N, block, D]  ──index_select──►  [H, n * block, D]
+    pool [N, 2, H, block, D]  as rows [N * 2 * H, block * D]  ──index_select──►  [2, H, n * block, D]
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _attend_group(q: torch.Tensor, pool: torch.Tensor, group: DecodeGroup, scale
     n, padded = group.mask.shape
     k, v = (x.view(x.shape[0], n, padded, x.shape[2]) for x in _gathered(pool, group.block_ids))
     for x in (k, v):  # a weight of zero doesn't hide another sequence's infinity
-        x.masked_fill_(group.absent[:, :, None], 0.0)
+        x[:, :, group.shortest :].masked_fill_(group.absent[:, :, None], 0.0)
     result = functional.scaled_dot_product_attention(
         q[group.rows].transpose(0, 1), k, v, attn_mask=group.mask[None, :, None], scale=scale
     )
@@ -93,5 +93,9 @@ def _attend_group(q: torch.Tensor, pool: torch.Tensor, group: DecodeGroup, scale
 
 def _gathered(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the blocks, each [H, len(block_ids) * block_size, D] and contiguous."""
-    k, v = (pool[:, kind].transpose(0, 1).index_select(1, block_ids).flatten(1, 2) for kind in (0, 1))
+    num_kv_heads, head_dim = pool.shape[2], pool.shape[4]
+    rows_of_block = torch.arange(2 * num_kv_heads, device=pool.device)
+    rows = rows_of_block[:, None] + block_ids * (2 * num_kv_heads)
+    blocks = pool.flatten(0, 2).flatten(1).index_select(0, rows.flatten())
+    k, v = blocks.view(2, num_kv_heads, -1, head_dim)
     return k, v

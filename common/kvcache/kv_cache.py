@@ -87,7 +87,8 @@ class KvCache:
         if not buffer.flags.writeable:
             buffer = buffer.copy()  # torch has no read-only tensors, and warns
         packed = torch.frombuffer(buffer, dtype=torch.uint8) if wanted else torch.empty(0, dtype=torch.uint8)
-        return torch.from_numpy(ids), packed.view(num_layers, ids.size, self._layout.block_bytes).view(self._words.dtype)
+        by_block = packed.view(num_layers, ids.size, self._layout.block_bytes)
+        return torch.from_numpy(ids), by_block.view(self._words.dtype)
 
 
 def num_blocks_for(layout: KvLayout, budget_bytes: int) -> int:

@@ -13,14 +13,18 @@ from common.config import Settings
 from common.engine.model_runner import ModelRunner
 from common.engine.scheduler import SchedulerConfig
 from common.errors import StartupError
+from common.kernels.cpu.executor import NativeModel
 from common.kvcache.kv_cache import TORCH_DTYPES, KvCache, num_blocks_for
 from common.kvcache.layout import LAYOUT_NAME, KvLayout
 from common.model.config import ModelConfig, load_model_config, resolve_dtype
 from common.model.fingerprint import model_fingerprint
 from common.model.loader import load_model
+from common.telemetry import get_logger
 from kv_transfer.types import KvFormat
 
 WARM_UP_TOKENS: Final = 64
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +52,17 @@ class LoadedModel:
 def load(settings: Settings) -> LoadedModel:
     """Blocks for seconds. Raises StartupError, one line, for a bad model folder and for too little KV memory."""
     folder = Path(settings.model)
-    torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     config = load_model_config(folder)
     dtype = resolve_dtype(settings.dtype, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layout = KvLayout(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     num_blocks = num_blocks_for(layout, settings.kv_cache_bytes)
     max_model_len = context_limit(settings, config, num_blocks)
-    model = load_model(folder, TORCH_DTYPES[dtype], device)
+    _log.info("loading weights", folder=str(folder), dtype=dtype, device=str(device))
+    model = load_model(folder, TORCH_DTYPES[dtype], device, kernels=settings.kernels, num_threads=num_threads)
+    # The native executor has threads of its own; torch's would only wait for them spinning, on the same cores.
+    torch.set_num_threads(1 if isinstance(model, NativeModel) else num_threads)
     try:
         kv_cache = KvCache(layout, num_blocks, device)
     except MemoryError:
@@ -63,6 +70,7 @@ def load(settings: Settings) -> LoadedModel:
             f"no memory for a KV cache of {settings.kv_cache_bytes} bytes: set kv_cache_bytes lower"
         ) from None
     runner = ModelRunner(model, kv_cache)
+    _log.info("warming up", kv_blocks=num_blocks)
     runner.warm_up(WARM_UP_TOKENS)
     fmt = KvFormat(model_fingerprint(folder), LAYOUT_NAME, layout)
     return LoadedModel(settings.served_model_name or folder.name, config, fmt, kv_cache, runner, max_model_len)

@@ -135,10 +135,12 @@ class RegistryPublisher:
                 await self._write_snapshot()
             else:
                 await self._write_changes()
-        except (RedisError, OSError) as error:
+        except Exception as error:
             # What arrived and what did not is unknown now.
             self._snapshot_due = True
-            if self._reachable:
+            if not isinstance(error, RedisError | OSError):
+                _log.exception("registry publisher failed: trying again")
+            elif self._reachable:
                 reason = str(error) or type(error).__name__
                 _log.warning("registry unreachable: serving on, and trying again", error=reason)
             self._reachable = False

@@ -127,8 +127,14 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         load = convert.load_to_proto(news.load)
         for session in list(self._sessions.values()):
             own = news.by_owner.get(session.owner)
-            if own is not None or session.told_load != _load_key(news.load):
+            if own is None and session.told_load == _load_key(news.load):
+                continue
+            try:
                 self._tell(session, own, load)
+            except Exception:
+                # Its router would wait for news that never comes; without a session it goes elsewhere.
+                _log.exception("news can't be told", router_id=session.router_id)
+                session.fail(BatonError(ErrorKind.INTERNAL, "this worker failed to convert its news"))
 
     def _tell(self, session: _Session, news: OwnerNews | None, load: worker_pb2.LoadReport) -> None:
         session.told_load = _load_key(self._load)
@@ -200,8 +206,10 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         if frame.hello.epoch != me.epoch:
             message = f"worker {me.worker_id} has epoch {me.epoch!r}, not {frame.hello.epoch!r}: it was restarted"
             raise BatonError(ErrorKind.STALE_EPOCH, message)
-        if self._closing or len(self._sessions) >= MAX_SESSIONS:
-            raise BatonError(ErrorKind.DRAINING, f"worker {me.worker_id} takes no more sessions")
+        if self._closing:
+            raise BatonError(ErrorKind.DRAINING, f"worker {me.worker_id} is stopping")
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise BatonError(ErrorKind.OVERLOADED, f"worker {me.worker_id} has {MAX_SESSIONS} sessions already")
         return frame.hello
 
     async def _serve(self, session: _Session, context: _Context) -> None:

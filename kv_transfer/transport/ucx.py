@@ -24,7 +24,7 @@ from kv_transfer.transport.ucx_worker import UcxSettings, UcxWorker
 
 # A force-close waits for nobody: this only guards against a bug in UCX.
 CLOSE_TIMEOUT_S: Final = 5.0
-_LANE = re.compile(r"lane\[\d+\]:\s*\d+:([\w/.-]+?)\.\d+\s")
+_LANE = re.compile(r"lane\[\d+\]:\s*\d+:([\w/:.-]+?)\.\d+\s")
 
 log = get_logger(__name__)
 

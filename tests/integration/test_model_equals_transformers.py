@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ from tests.e2e.oracle import CJK, CODE, EMOJI, PROSE, Oracle
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On a busy machine threads that wait for each other at every operation are many times slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ async def test_sigterm_lets_a_stream_finish_and_the_process_exit_with_zero(folde
 async def test_a_killed_router_costs_its_workers_nothing(folder):
     async with mock_cluster(folder) as cluster, router_process(cluster) as (child, http):
         cluster.decodes[0].steps.close()
-        body = {"prompt": [5, 6, 7], "max_tokens": 6, "stream": True}
+        body = {"prompt": [5, 6, 7], "max_tokens": 6, "stream": True, "return_token_ids": True}
         async with http.stream("POST", "/v1/completions", json=body) as response:
             await Events(response).next()
             child.kill()

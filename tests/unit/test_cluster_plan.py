@@ -142,8 +142,11 @@ def test_a_run_directory_is_private_and_goes_unless_the_run_failed(tmp_path, mon
     with run_directory() as path:
         assert path.stat().st_mode & 0o777 == 0o700
     assert not path.exists()
+    with pytest.raises(StartupError), run_directory() as told:
+        raise StartupError("tensor x is missing")
+    assert not told.exists()
     with pytest.raises(StartupError), run_directory() as kept:
-        raise StartupError("x")
+        raise StartupError("see the log", exit_code=1)
     assert kept.exists()
 
 

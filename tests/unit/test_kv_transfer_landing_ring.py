@@ -140,7 +140,7 @@ class RingMachine(RuleBasedStateMachine):
         assert not waiting or self.ring.count(SlotState.FREE) == 0
 
 
-RingMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+RingMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestRing = RingMachine.TestCase
 
 

@@ -1,6 +1,6 @@
 """Senders, a receiver, and everything that can happen between them, chosen by hypothesis: frames delayed, dropped,
-repeated, swapped; bytes spoiled, or written long after their sender was given up; aborts from either side; channels cut;
-senders crashed. The protocols are the product's own; threads, sockets and clocks are this file's.
+repeated, swapped; bytes spoiled, or written long after their sender was given up; aborts from either side; channels
+cut; senders crashed. The protocols are the product's own; threads, sockets and clocks are this file's.
 
 What must hold: a commit means the very bytes; blocks that were given back are never touched again; every transfer ends
 exactly once on each side that lives to see it; all slots, staging memory and tables return to their start.
@@ -490,7 +490,7 @@ class Simulation(RuleBasedStateMachine):
             assert sender.protocol.is_idle
 
 
-Simulation.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+Simulation.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestSimulation = Simulation.TestCase
 
 

@@ -127,6 +127,15 @@ def test_a_client_that_fell_behind_says_so(measured, word):
     assert word in reason
 
 
+def test_a_client_that_others_held_up_says_that_too():
+    load = ClientLoad(array("d", [0.1] * 50), array("d", [0.02]))
+    [reason] = saturation_reasons(ClientLimits(), send_lag_p99_s=0, ttft_p50_s=0.1, itl_p50_s=0.01, load=load)
+    assert "other processes" in reason
+    load.cpu_ratio = array("d", [0.8])
+    [reason] = saturation_reasons(ClientLimits(), send_lag_p99_s=0, ttft_p50_s=0.1, itl_p50_s=0.01, load=load)
+    assert "other processes" not in reason
+
+
 def test_lag_that_is_small_against_what_it_distorts_is_borne():
     slow_server = {
         "send_lag_p99_s": 0.2,
@@ -161,7 +170,7 @@ def test_known_gauges_are_read_and_summed_over_workers():
         b'vllm:num_requests_waiting{engine="0"} 1e1\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n'
         b'vllm:kv_cache_usage_perc{engine="1"} 0.75\nvllm:num_requests_running_total 99\n'
     )
-    assert read_gauges(page) == {"running": 7.0, "waiting": 10.0, "kv_use": 0.5}
+    assert read_gauges(page) == {"running": 7.0, "waiting": 10.0, "kv_use": 0.75}
     assert read_gauges(b"something_else 1\n") == {}
 
 

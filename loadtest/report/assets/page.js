@@ -132,7 +132,7 @@ function timelineCharts(r) {
     lineChart({ ...x, title: "Requests in flight", yLabel: "requests", series: flight }),
     lineChart({ ...x, title: "Output tokens per second", yLabel: "tokens/s", series: [{ name: "tokens/s", color: "--s1", points: zip(t.output_tokens_per_s) }] }),
     lineChart({ ...x, title: "TTFT over time", note: "median of the requests due in each bin", yLabel: "ms", series: [{ name: "TTFT p50", color: "--s1", points: zip(t.ttft_p50_ms).filter((p) => p[1] !== null) }] }),
-    g && g.kv_use ? lineChart({ ...x, title: "KV cache use", yLabel: "share of blocks", yPercent: true, yMax: 1, series: [{ name: "KV use", color: "--s5", points: gauge(g.kv_use) }] }) : null,
+    g && g.kv_use ? lineChart({ ...x, title: "KV cache use", note: "of the fullest worker", yLabel: "share of blocks", yPercent: true, yMax: 1, series: [{ name: "KV use", color: "--s5", points: gauge(g.kv_use) }] }) : null,
   );
 }
 
