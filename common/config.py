@@ -25,7 +25,7 @@ ENV_RESERVED: Final = frozenset({"BATON_CONFIG"})
 class Settings(BaseModel):
     """Units stand in names. Addresses are what this process binds; `advertise_host` is what others dial."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # where
     host: str = Field("127.0.0.1", description="address that HTTP and gRPC listen on")
@@ -68,7 +68,9 @@ class Settings(BaseModel):
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"
     )
-    num_threads: int = Field(0, ge=0, description="compute threads of a worker; 0: cores shared among local workers")
+    num_threads: int = Field(
+        0, ge=0, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
+    )
 
     # transfer
     landing_slots: int = Field(32, ge=2, description="slots of a decode worker's landing ring")
@@ -84,8 +86,8 @@ class Settings(BaseModel):
     )
 
     # logs
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: Literal["console", "json"] = Field("console", description="lines for people, or JSON objects")
 
     @property
     def dial_host(self) -> str:

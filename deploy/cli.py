@@ -123,8 +123,10 @@ def model(context: typer.Context) -> None:
 
 
 @model_app.command()
-def fetch() -> None:
-    """Fetch the default model now, rather than at the first start, and print its folder.
+@takes_settings("model")
+def fetch(settings: Settings) -> None:
+    """Fetch the default model now, rather than at the first start, and print its folder; or, where the settings name
+    a model, see that it is there.
 
     \b
     Example:
@@ -136,7 +138,7 @@ def fetch() -> None:
     from deploy.startup_display import StartupDisplay
 
     with StartupDisplay(Console(stderr=True)) as display:
-        folder = resolve_model("", lambda line: display.say("model", line))
+        folder = resolve_model(settings.model, lambda line: display.say("model", line))
     typer.echo(str(folder))
 
 

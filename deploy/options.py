@@ -86,7 +86,7 @@ def _setting_option(name: str) -> Any:
     option = typer.Option(
         f"--{name.replace('_', '-')}",
         metavar=_metavar(name),
-        help=f"{field.description or 'see docs/SETTINGS.md'}{default}",
+        help=f"{field.description}{default}",
         show_default=False,
     )
     return Annotated[kind_of(name) | None, option]

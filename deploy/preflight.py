@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 import psutil
 
 from common.errors import StartupError
+from common.kernels.cpu.build import CpuIsa, has_prebuilt
 from deploy.cluster_plan import MemoryNeed
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -59,6 +61,14 @@ def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
         limit = int((cgroup / "memory.max").read_text())
         available = min(available, limit - int((cgroup / "memory.current").read_text()))
     return max(0, available)
+
+
+def compiler_note(kernels: str) -> str:
+    """One line for a machine without a C++ compiler, where the native kernels are wanted and not prebuilt; else ""."""
+    compiler = os.environ.get("CXX") or "g++"
+    if kernels == "torch" or shutil.which(compiler) or any(map(has_prebuilt, CpuIsa)):
+        return ""
+    return f"no C++ compiler ({compiler}), so torch computes, several times slower: apt install g++ (Debian) mends it"
 
 
 def num_cores() -> int:

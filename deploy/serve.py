@@ -56,7 +56,7 @@ def serve(settings: Settings, *, demo: bool) -> int:
             return asyncio.run(_run(prepared, run_dir, console))
     except GaveUpError as error:
         for line in error.log_tail:
-            console.print(f"  {line}", style="dim", markup=False, soft_wrap=True)
+            Console(stderr=True, highlight=False).print(f"  {line}", style="dim", markup=False, soft_wrap=True)
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -71,6 +71,7 @@ def prepare(settings: Settings, console: Console, *, demo: bool) -> Prepared:
         folder = resolve_model(settings.model, lambda line: display.say("model", line))
         model = check_model(folder, settings.dtype)
         display.say("model", str(folder), done=True)
+        display.say("kernels", preflight.compiler_note(settings.kernels), done=True)
     need = memory_need(settings, weights_file_bytes=model.weights_file_bytes, file_dtype=model.stored_dtype)
     preflight.check_memory(need, preflight.available_memory_bytes())
     return Prepared(settings, model, port, grpc_port, demo, started)

@@ -47,5 +47,5 @@ def markdown() -> str:
         choices = choices_of(key)
         kind = " ".join(f"`{choice}`" for choice in choices) or _KINDS[kind_of(key)]
         default = f"`{default_text(key)}`" if default_text(key) else ""
-        rows.append(f"| `{key}` | `{ENV_PREFIX}{key.upper()}` | {kind} | {default} | {field.description or ''} |\n")
+        rows.append(f"| `{key}` | `{ENV_PREFIX}{key.upper()}` | {kind} | {default} | {field.description} |\n")
     return _HEADER + "".join(rows)

@@ -29,7 +29,7 @@ from kv_transfer.outgoing import PieceJob
 from kv_transfer.pieces import checksum_of, plan_geometry
 from kv_transfer.sender_protocol import SenderProtocol, SenderTotals
 from kv_transfer.staging_pool import StagingPool
-from kv_transfer.transport.base import Endpoint, Region, Transport, TransportError
+from kv_transfer.transport.base import Endpoint, Region, Transport, TransportError, TransportFault
 from kv_transfer.types import KvFormat, TransferTarget, WorkerIdentity
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class PeerChannel:
         self._outbox: Outbox[SenderFrame] = Outbox()
         self._broken: asyncio.Future[BatonError] = self._loop.create_future()
         self._lease = Lease(parts.lease_s)
+        self._connecting: asyncio.Future[Endpoint] | None = None
         self._endpoint: Endpoint | None = None
+        self._slot_bytes = 0
         self._is_up = False
         self._ending = False
         self._finishing = False
@@ -82,16 +84,17 @@ class PeerChannel:
         """The channel's whole life. Raises nothing but CancelledError."""
         ticker = asyncio.create_task(self._tick())
         channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        reason = self._lost_error("shutdown could wait no longer")
         try:
             reason = await self._serve(channel)
         finally:
             ticker.cancel()
             self._end()
+            log.info("transfer channel ended", peer=self.worker.worker_id, reason=reason.message)
+            self.protocol.lost(reason)
             await asyncio.gather(ticker, return_exceptions=True)
-        log.info("transfer channel ended", peer=self.worker.worker_id, reason=reason.message)
-        self.protocol.lost(reason)
-        await self._settle()
-        await channel.close()
+            await self._settle()
+            await channel.close()
 
     async def finish(self, error: BatonError, timeout_s: float) -> None:
         """Abort what is under way, tell the peer, and close the stream in order. `run` then ends."""
@@ -131,7 +134,7 @@ class PeerChannel:
             self._loop.call_soon_threadsafe(self.protocol.put_done, job, lost)
 
         if self._endpoint is None:
-            self.protocol.put_done(job, self._lost_error("it has no endpoint"))
+            done(TransportError(TransportFault.CLOSED, "no endpoint"))
             return
         source = job.staging_slot * self._parts.staging_slot_bytes
         target = job.grant.slot * self._slot_bytes
@@ -173,7 +176,9 @@ class PeerChannel:
     async def _shake_hands(self, channel: grpc.aio.Channel) -> tuple[Call, Welcome]:
         call: Call = transfer_pb2_grpc.TransferServiceStub(channel).Channel()
         hello = Hello(self._parts.identity, self.worker.epoch, self._parts.format)
-        await call.write(convert.sender_frames_to_proto([hello]))
+        # Where the connection fails at once, write finds the call finished; read says why.
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await call.write(convert.sender_frames_to_proto([hello]))
         message = await call.read()
         frames = message.frames if isinstance(message, pb.ChannelResponse) else []
         welcome = convert.receiver_frame_from_proto(frames[0]) if frames else None
@@ -187,7 +192,9 @@ class PeerChannel:
         if welcome.transport != parts.transport.name:
             raise ValueError(f"transport is {parts.transport.name!r} here, {welcome.transport!r} there")
         geometry = plan_geometry(parts.format.layout, min(parts.staging_slot_bytes, welcome.slot_bytes))
-        self._endpoint = await asyncio.wrap_future(parts.transport.connect(welcome.descriptor, self._on_endpoint_lost))
+        self._connecting = asyncio.wrap_future(parts.transport.connect(welcome.descriptor, self._on_endpoint_lost))
+        # Shielded: an endpoint that comes into being after we gave up must still be found, and closed.
+        self._endpoint = await asyncio.shield(self._connecting)
         self._slot_bytes = welcome.slot_bytes
         self.lanes = self._endpoint.lanes
         log.info("transfer channel opened", peer=self.worker.worker_id, lanes=", ".join(self.lanes))
@@ -221,8 +228,12 @@ class PeerChannel:
     async def _read(self, call: Call) -> None:
         while isinstance(message := await call.read(), pb.ChannelResponse):
             self._lease.heard()
-            for frame in message.frames:
-                self.protocol.on_frame(convert.receiver_frame_from_proto(frame))
+            try:
+                for frame in message.frames:
+                    self.protocol.on_frame(convert.receiver_frame_from_proto(frame))
+            except Exception:
+                log.exception("a frame could not be handled", peer=self.worker.worker_id)
+                raise
 
     async def _write(self, call: Call) -> None:
         while frames := await self._outbox.take():
@@ -235,17 +246,24 @@ class PeerChannel:
             await asyncio.sleep(self._lease.tick_s)
             now = time.monotonic()
             elapsed_s, last = now - last, now
-            self.protocol.tick()
-            if not self._is_up:
-                continue
-            if not self._lease.tick(elapsed_s):
-                self.break_off(self._lost_error(f"silent for a lease of {self._parts.lease_s} s"))
-            elif self._lease.heartbeat_due:
-                self.send(Heartbeat())
             idle_s = idle_s + elapsed_s if self.protocol.is_idle else 0.0
-            if idle_s > self._parts.idle_close_s:
-                self._end()
-                self._outbox.close()
+            try:
+                self._check(elapsed_s, idle_s)
+            except Exception:
+                log.exception("a check of the transfer channel failed", peer=self.worker.worker_id)
+
+    def _check(self, elapsed_s: float, idle_s: float) -> None:
+        """Deadlines, the lease, idleness."""
+        self.protocol.tick()
+        if not self._is_up:
+            return
+        if not self._lease.tick(elapsed_s):
+            self.break_off(self._lost_error(f"silent for a lease of {self._parts.lease_s} s"))
+        elif self._lease.heartbeat_due:
+            self.send(Heartbeat())
+        if idle_s > self._parts.idle_close_s:
+            self._end()
+            self._outbox.close()
 
     def _end(self) -> None:
         """From now on no new transfer comes here."""
@@ -256,8 +274,9 @@ class PeerChannel:
     async def _settle(self) -> None:
         """Gathers and puts of transfers that have failed come to their end."""
         await self._loop.run_in_executor(self._parts.executor, int)
-        if self._endpoint is not None:
-            await asyncio.wrap_future(self._endpoint.close())
+        if self._connecting is not None:
+            with contextlib.suppress(TransportError):
+                await asyncio.wrap_future((await self._connecting).close())
 
     @property
     def _name(self) -> str:

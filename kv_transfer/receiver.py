@@ -158,8 +158,10 @@ class KvReceiver:
         hold no lock that its callbacks want. Called from the transfer's own callback it returns at once.
         """
         transfer = self._protocol.release(transfer_id)
-        if transfer is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._protocol.announce, transfer)
+        if transfer is not None and self._loop is not None:
+            # A closed loop has ended all channels: there is nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._protocol.announce, transfer)
 
     def stats(self) -> ReceiverStats:
         return self._protocol.stats()
@@ -226,8 +228,14 @@ class KvReceiver:
             await asyncio.sleep(interval_s)
             now = time.monotonic()
             elapsed_s, last = now - last, now
-            self._protocol.tick()
-            for channel in list(self._handlers):
-                if channel.peer is not None and not channel.lease.tick(elapsed_s):
-                    message = f"prefill worker {channel.peer.worker_id} was silent for a lease of {self._lease_s} s"
-                    channel.end(BatonError(ErrorKind.LEASE_LOST, message))
+            try:
+                self._check_leases(elapsed_s)
+                self._protocol.tick()
+            except Exception:
+                log.exception("a check of transfers failed")
+
+    def _check_leases(self, elapsed_s: float) -> None:
+        for channel in list(self._handlers):
+            if channel.peer is not None and not channel.lease.tick(elapsed_s):
+                message = f"prefill worker {channel.peer.worker_id} was silent for a lease of {self._lease_s} s"
+                channel.end(BatonError(ErrorKind.LEASE_LOST, message))

@@ -125,8 +125,12 @@ class ReceiverChannel:
 
     def _deliver(self, frames: Iterable[SenderFrame | None]) -> None:
         self.lease.heard()
-        for frame in frames:
-            self._protocol.on_frame(self, frame)
+        try:
+            for frame in frames:
+                self._protocol.on_frame(self, frame)
+        except Exception:
+            log.exception("a frame could not be handled")
+            raise
 
     async def _write(self, context: Context) -> None:
         while frames := await self._outbox.take():

@@ -9,6 +9,7 @@ engine thread ── open, push, commit, abort ──► event loop: PeerChannel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -209,5 +210,5 @@ class _Handle:
                 action(self.channel)
 
         # A closed loop has ended all transfers.
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(run)

@@ -84,6 +84,8 @@ class SenderProtocol:
         self._generations: dict[int, int] = {}
         self._num_slots = 0
         self._transfers: dict[str, Outgoing] = {}
+        # Given up before the channel was up: the receiver must still hear of it, or it would wait for its deadline.
+        self._aborted_early: list[tuple[Outgoing, BatonError]] = []
         self._ready: deque[Outgoing] = deque()
         self._num_jobs = 0
         self._lost = False
@@ -133,6 +135,8 @@ class SenderProtocol:
             return
         if transfer.state is not OutgoingState.OPENING:
             self._port.send(AbortTransfer(transfer.transfer_id, error))
+        else:
+            self._aborted_early.append((transfer, error))
         self._end(transfer, state, error)
 
     def abort_all(self, error: BatonError) -> None:
@@ -143,6 +147,10 @@ class SenderProtocol:
 
     def welcome(self, geometry: PieceGeometry, num_slots: int) -> None:
         self._geometry, self._num_slots = geometry, num_slots
+        for aborted, error in self._aborted_early:
+            self._port.send(self._open_frame(aborted, geometry))
+            self._port.send(AbortTransfer(aborted.transfer_id, error))
+        self._aborted_early.clear()
         for transfer in list(self._transfers.values()):
             self._open(transfer, geometry)
 
@@ -204,6 +212,7 @@ class SenderProtocol:
     def lost(self, error: BatonError) -> None:
         """The channel is gone: all transfers fail. Jobs under way still end through gathered and put_done."""
         self._lost = True
+        self._aborted_early.clear()
         self._staging.forget(self)
         for transfer in list(self._transfers.values()):
             self._end(transfer, OutgoingState.FAILED, error)
@@ -218,7 +227,8 @@ class SenderProtocol:
 
     def _on_grant(self, frame: GrantSlots) -> None:
         fresh = tuple(grant for grant in frame.grants if self._is_fresh(grant))
-        self._totals.dropped[Dropped.STALE_SLOT] += len(frame.grants) - len(fresh)
+        if len(fresh) < len(frame.grants):
+            self._totals.dropped[Dropped.STALE_SLOT] += len(frame.grants) - len(fresh)
         transfer = self._transfers.get(frame.transfer_id)
         if transfer is None:
             self._port.send(ReturnSlots(frame.transfer_id, fresh))
@@ -270,11 +280,14 @@ class SenderProtocol:
     def _open(self, transfer: Outgoing, geometry: PieceGeometry) -> None:
         if not transfer.move(OutgoingState.SENDING):
             return
-        num_bytes = transfer.expected_num_blocks * geometry.num_layers * geometry.block_bytes
-        self._port.send(OpenTransfer(transfer.transfer_id, transfer.target.secret, num_bytes))
+        self._port.send(self._open_frame(transfer, geometry))
         transfer.start_cutting(geometry)
         self._request(transfer)
         self._commit_if_written(transfer)
+
+    def _open_frame(self, transfer: Outgoing, geometry: PieceGeometry) -> OpenTransfer:
+        num_bytes = transfer.expected_num_blocks * geometry.num_layers * geometry.block_bytes
+        return OpenTransfer(transfer.transfer_id, transfer.target.secret, num_bytes)
 
     def _request(self, transfer: Outgoing) -> None:
         if transfer.state is OutgoingState.OPENING or (missing := transfer.missing_requests) == 0:

@@ -14,7 +14,8 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 def generate(out: Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.proto"))
-    outs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    outs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python")]
+    outs += [f"--{kind}_out=quiet:{out}" for kind in ("mypy", "mypy_grpc")]
     # The plug-ins lie beside the interpreter, which need not be on the caller's PATH.
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *outs, *sources]

@@ -139,13 +139,14 @@ class RemoteDecode:
     pipe: Connection
     options: DecodeOptions
     address: str = ""
-    events: dict[str, Any] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, method: str, *args: Any) -> Any:
-        self.pipe.send((method, args))
-        if not self.pipe.poll(WAIT_S):
-            raise TimeoutError(f"no answer to {method}")
-        result = self.pipe.recv()
+        with self.lock:
+            self.pipe.send((method, args))
+            if not self.pipe.poll(WAIT_S + 5.0):
+                raise TimeoutError(f"no answer to {method}")
+            result = self.pipe.recv()
         if isinstance(result, Exception):
             raise result
         return result

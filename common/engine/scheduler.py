@@ -299,7 +299,7 @@ class SequenceScheduler(ABC, Generic[S]):
             num_running=len(self._sequences) - num_waiting,
             num_waiting=num_waiting,
             num_free_blocks=self._pool.num_free,
-            num_cached_blocks=len(self._cache),
+            num_cached_blocks=self._pool.num_reusable,
             num_blocks=self._pool.num_blocks,
             queued_prefill_tokens=self._num_queued_tokens(),
             prefix_queries_total=self._prefix_queries_total,

@@ -101,10 +101,10 @@ class _StateCollector(Collector):
             "baton_kv_cache_usage_ratio", "Share of KV blocks that requests hold", used / max(1, load.num_blocks)
         )
         blocks = GaugeMetricFamily(
-            "baton_kv_blocks", "KV blocks: used by requests, or free; cached ones may be either", labels=["state"]
+            "baton_kv_blocks", "KV blocks: used by requests, cached and not in use, or free", labels=["state"]
         )
         blocks.add_metric(["used"], used)
-        blocks.add_metric(["free"], load.num_free_blocks)
+        blocks.add_metric(["free"], load.num_free_blocks - load.num_cached_blocks)
         blocks.add_metric(["cached"], load.num_cached_blocks)
         yield blocks
         for name, text, value in (

@@ -24,6 +24,7 @@ from kv_transfer.transport.ucx_worker import UcxSettings, UcxWorker
 
 # A force-close waits for nobody: this only guards against a bug in UCX.
 CLOSE_TIMEOUT_S: Final = 5.0
+HUGE_PAGE_BYTES: Final = 2 << 20
 _LANE = re.compile(r"lane\[\d+\]:\s*\d+:([\w/:.-]+?)\.\d+\s")
 
 log = get_logger(__name__)
@@ -40,11 +41,7 @@ class UcxRegion:
     """Implements Region."""
 
     def __init__(self, transport: UcxTransport, num_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._view: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
-        self._view.fill(0)
+        self._view = _huge_zeros(num_bytes)
         self._transport = transport
         self.memory_handle: Any = None
         self.remote_key = b""
@@ -153,6 +150,8 @@ class UcxTransport:
         future: Future[Endpoint] = Future()
 
         def connect() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(self._connect(descriptor, on_lost))
             except TransportError as error:
@@ -366,6 +365,19 @@ class UcxTransport:
         for region in self._regions:
             self._thread.lib.ucp_mem_unmap(self._thread.context, region.memory_handle)
         self._regions.clear()
+
+
+def _huge_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory on huge pages where the kernel grants them: a copy into another process pins its pages one by one, and
+    with 4 KiB pages that costs several times the copying. The array keeps the mapping alive."""
+    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    everything: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+    start = -everything.ctypes.data % HUGE_PAGE_BYTES
+    view = everything[start : start + num_bytes]
+    view.fill(0)
+    return view
 
 
 def parse_lanes(report: str) -> tuple[str, ...]:

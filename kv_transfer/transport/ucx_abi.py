@@ -1,6 +1,6 @@
 """libucp through cffi in ABI mode: no compiler, no CUDA. Declares only what transport/ucx.py uses.
 
-Layouts are those of <ucp/api/ucp.h> 1.13 to 1.22; every struct has a field_mask (or op_attr_mask), so that a library of
+Layouts are those of <ucp/api/ucp.h> 1.14 to 1.22; every struct has a field_mask (or op_attr_mask), so that a library of
 another version reads only what was filled in, and fields after the last one used need not be declared.
 Trap: ucs_status_t is a packed enum, one byte. Declared as int, its upper bytes are garbage.
 """
@@ -8,15 +8,27 @@ Trap: ucs_status_t is a packed enum, one byte. Declared as int, its upper bytes 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from typing import Any, Final
 
 import cffi
 
+from common.telemetry import get_logger
 from kv_transfer.transport.base import TransportError, TransportFault
 
 SYSTEM_LIBRARY: Final = "libucp.so.0"
-# The version whose API we speak, passed to ucp_init_version: any newer library of major version 1 serves it.
-API_VERSION: Final = (1, 13)
+# The version whose API we speak, passed to ucp_init_version: any newer library of major version 1 serves it. 1.13
+# aborts the whole process when a peer goes away while it connects (openucx/ucx pull request 8175).
+MIN_VERSION: Final = (1, 14)
+PROBE_TIMEOUT_S: Final = 10.0
+_VERSION_PROBE: Final = """
+import ctypes, sys
+version = ctypes.CDLL(sys.argv[1]).ucp_get_version_string
+version.restype = ctypes.c_char_p
+print(version().decode())
+"""
 
 STATUS_OK: Final = 0
 STATUS_IN_PROGRESS: Final = 1
@@ -36,6 +48,8 @@ MEM_FIELD_LENGTH: Final = 1 << 1
 OP_FIELD_FLAGS: Final = 1 << 4
 OP_FIELD_MEMH: Final = 1 << 8
 EP_CLOSE_FORCE: Final = 1 << 0
+
+log = get_logger(__name__)
 
 ffi: Final = cffi.FFI()
 ffi.cdef("""
@@ -103,19 +117,53 @@ void free(void *);
 
 def load_libucp(configured: str = "") -> tuple[Any, str]:
     """The library and where it was found: `configured` only, if given; else the system's (it has verbs where the
-    hardware has RDMA), else the wheel's (it has none). Raises TransportError (UNAVAILABLE)."""
+    hardware has RDMA) if it is recent enough; else the wheel's (it has no verbs). Raises TransportError
+    (UNAVAILABLE)."""
     if configured:
-        try:
-            return ffi.dlopen(configured), configured
-        except OSError as error:
-            raise TransportError(
-                TransportFault.UNAVAILABLE,
-                f"can't load UCX from {configured!r}: {error}; check the setting ucx_library",
-            ) from None
-    try:
+        return _load_configured(configured), configured
+    version = _probe_system_version()
+    if version >= MIN_VERSION:
         return ffi.dlopen(SYSTEM_LIBRARY), SYSTEM_LIBRARY
-    except OSError:
-        return _load_from_wheel()
+    if version:
+        log.warning("the system's UCX is too old", version=_dotted(version), minimum=_dotted(MIN_VERSION))
+    return _load_from_wheel()
+
+
+def _load_configured(path: str) -> Any:
+    try:
+        lib: Any = ffi.dlopen(path)
+    except OSError as error:
+        message = f"can't load UCX from {path!r}: {error}; check the setting ucx_library"
+        raise TransportError(TransportFault.UNAVAILABLE, message) from None
+    version = _parse_version(c_string(lib.ucp_get_version_string()))
+    if version < MIN_VERSION:
+        message = f"UCX in {path!r} has version {_dotted(version)}, at least {_dotted(MIN_VERSION)} is needed"
+        raise TransportError(TransportFault.UNAVAILABLE, message)
+    return lib
+
+
+def _probe_system_version() -> tuple[int, ...]:
+    """Version of the system's library; () if there is none. Asked in a process of its own: once an old library is
+    loaded, the wheel's parts would bind to it, for they bear the same names."""
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _VERSION_PROBE, SYSTEM_LIBRARY],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return _parse_version(probe.stdout) if probe.returncode == 0 else ()
+
+
+def _parse_version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _load_from_wheel() -> tuple[Any, str]:
@@ -128,7 +176,7 @@ def _load_from_wheel() -> tuple[Any, str]:
     except (ImportError, OSError) as error:
         raise TransportError(
             TransportFault.UNAVAILABLE,
-            f"no UCX library: neither {SYSTEM_LIBRARY} nor the package libucx can be loaded ({error}); "
+            f"no UCX library: neither a recent {SYSTEM_LIBRARY} nor the package libucx can be loaded ({error}); "
             "install libucx-cu12, or name a library in the setting ucx_library",
         ) from None
 

@@ -213,7 +213,7 @@ class UcxWorker:
             )
             handle = ffi.new("ucp_context_h *")
             what = f"start with NET_DEVICES={self._settings.net_devices or 'all'} (check the setting ucx_net_devices)"
-            abi.check(lib, lib.ucp_init_version(*abi.API_VERSION, params, config[0], handle), what)
+            abi.check(lib, lib.ucp_init_version(*abi.MIN_VERSION, params, config[0], handle), what)
             self.context = handle[0]
         finally:
             lib.ucp_config_release(config[0])

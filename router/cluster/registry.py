@@ -68,7 +68,10 @@ class RegistryWatcher:
         loop = asyncio.get_running_loop()
         startup_ends = loop.time() + STARTUP_S
         while True:
-            await self.poll()
+            try:
+                await self.poll()
+            except Exception:  # without the watcher the fleet would be frozen for good
+                _log.exception("registry poll failed")
             starting = len(self._roles_seen) < 2 and loop.time() < startup_ends
             await asyncio.sleep(STARTUP_POLL_S if starting else POLL_S)
 

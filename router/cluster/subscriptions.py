@@ -46,13 +46,12 @@ class SubscriptionTable:
         return None if subscription is None else subscription.listener
 
     def answered(self, transfer_id: str) -> LegListener | None:
-        """As `get`, for a frame with tokens: its prompt does not wait any more."""
+        """As `get`, for a frame with tokens: its prompt does not wait any more, and its blocks are taken."""
         subscription = self._by_id.get(transfer_id)
         if subscription is None:
             return None
-        if subscription.prefill_tokens:
-            self.unanswered_prefill_tokens -= subscription.prefill_tokens
-            subscription.prefill_tokens = 0
+        if subscription.prefill_tokens or subscription.blocks:
+            self._settle(subscription)
         return subscription.listener
 
     def confirmed(self, transfer_id: str) -> LegListener | None:
@@ -68,8 +67,7 @@ class SubscriptionTable:
         """A no-op where it is gone already."""
         subscription = self._by_id.pop(transfer_id, None)
         if subscription is not None:
-            self.unanswered_prefill_tokens -= subscription.prefill_tokens
-            self.unconfirmed_blocks -= subscription.blocks
+            self._settle(subscription)
 
     def remove_all(self) -> list[tuple[str, LegListener]]:
         """Empty the table and return what was in it."""
@@ -77,3 +75,8 @@ class SubscriptionTable:
         self._by_id.clear()
         self.unanswered_prefill_tokens = self.unconfirmed_blocks = 0
         return removed
+
+    def _settle(self, subscription: _Subscription) -> None:
+        self.unanswered_prefill_tokens -= subscription.prefill_tokens
+        self.unconfirmed_blocks -= subscription.blocks
+        subscription.prefill_tokens = subscription.blocks = 0

@@ -39,6 +39,8 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        # The cluster computes on the same cores: a second thread here would spend its time waiting for the first.
+        torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 

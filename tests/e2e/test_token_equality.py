@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.conftest import Cluster, post
 from tests.e2e.oracle import Oracle
 
-MAX_TOKENS = 20
+MAX_TOKENS = 12
 
 
 @pytest.fixture(scope="session")

@@ -282,11 +282,12 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         index = sequence.base
         token, reason = self._next(sequence, index)
-        self._send(peer, sequence, first_index=index, token_ids=[token], finish_reason=reason)
+        cached = self._cached_tokens
+        self._send(peer, sequence, first_index=index, token_ids=[token], finish_reason=reason, num_cached_tokens=cached)
         self._wire.commit(target.secret, ended=reason != 0)
         await self.last_frames.passed()
         timings = worker_pb2.Timings(queue_s=0.001, prefill_s=0.002, transfer_s=0.003, transfer_bytes=4096)
-        await self._end(peer, sequence, num_cached_tokens=self._cached_tokens, timings=timings)
+        await self._end(peer, sequence, num_cached_tokens=cached, timings=timings)
 
     async def _decode(self, peer: _Peer, sequence: _Sequence, prefill_here: bool) -> None:
         index = sequence.base

@@ -1,4 +1,4 @@
-"""KV transfer between two processes over real UCX and gRPC on loopback: the bytes arrive, or both sides know they did not."""
+"""KV transfer between two processes over real UCX and gRPC on loopback: the bytes arrive, or both sides know better."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ async def away(function: Callable[..., Any], *args: Any) -> Any:
 
 
 async def until(decode: RemoteDecode, holds: Callable[[Any], bool]) -> None:
-    """Wait for something that the other side's stats show."""
+    """Wait for something that the other process's stats show: it can't tell us by an event."""
     async with asyncio.timeout(WAIT_S):
-        while not holds(await away(decode.stats)):
+        while not holds(await away(decode.stats)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -389,9 +389,7 @@ async def test_an_idle_channel_is_closed_and_opened_again_when_needed(decode: Re
             outbound = Outbound(sender, transfer_id, await away(decode.reserve, transfer_id, [number]), 1)
             outbound.send_all([number])
             assert isinstance(await outbound.result(), TransferStats)
-            async with asyncio.timeout(WAIT_S):
-                while sender.stats().lanes:
-                    await asyncio.sleep(0.01)
+            await until(decode, lambda stats: stats.num_channels == 0)
 
 
 async def test_a_sender_that_closes_tells_its_receivers(decode: RemoteDecode) -> None:
@@ -439,7 +437,10 @@ async def test_a_sender_opened_and_closed_again_and_again_leaves_no_thread_and_n
             outbound.send_all([number])
             assert isinstance(await outbound.result(), TransferStats)
         counts.append(num_threads_and_fds())
-    assert counts[-1] == counts[1]
+    # gRPC closes its sockets a moment after the channel.
+    async with asyncio.timeout(WAIT_S):
+        while num_threads_and_fds() > counts[0]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 # Deaths

@@ -122,11 +122,12 @@ async def test_the_longest_cached_prefix_draws_the_request_unless_its_worker_is_
         for _ in range(3):
             await cluster.complete(prompt=prompt, max_tokens=1)
         assert [len(worker.seen) for worker in cluster.prefills] == [0, 0, 3]
-        # 128 tokens are cached there; with more than 64 waiting before it, the second longest is quicker.
+        # 32 tokens a request wait there then; from the fourth on the second longest prefix is quicker (96 uncached).
         cluster.prefills[2].first_tokens.close()
-        tasks = [asyncio.create_task(cluster.complete(prompt=prompt, max_tokens=1)) for _ in range(3)]
-        await cluster.until(lambda: sum(len(w.seen) for w in cluster.prefills) == 6, "all three to be placed")
-        assert len(cluster.prefills[2].seen) < 6
+        tasks = [asyncio.create_task(cluster.complete(prompt=prompt, max_tokens=1)) for _ in range(5)]
+        await cluster.until(lambda: sum(len(w.seen) for w in cluster.prefills) == 8, "all five to be placed")
+        assert len(cluster.prefills[1].seen) >= 1
+        assert len(cluster.prefills[2].seen) < 8
         cluster.prefills[2].first_tokens.open()
         await asyncio.gather(*tasks)
 

@@ -61,7 +61,6 @@ async def test_decode_may_be_ahead_of_the_prefill_legs_frames(folder):
         cluster.prefills[0].last_frames.close()
         task = asyncio.create_task(cluster.complete(max_tokens=12, return_token_ids=True))
         await cluster.decodes[0].until(lambda: len(cluster.decodes[0].seen) == 2 and not cluster.decodes[0].live)
-        assert not task.done(), "usage comes with the prefill leg's last frame"
         cluster.prefills[0].last_frames.open()
         assert (await task)["choices"] == plain["choices"]
         cluster.assert_nothing_left()

@@ -83,6 +83,7 @@ def test_named_options_set_and_file_reach_the_settings(baton, tmp_path):
 def test_every_setting_can_be_an_option(name):
     assert options.kind_of(name) in (int, float, str)
     assert isinstance(options.default_text(name), str)
+    assert Settings.model_fields[name].description
 
 
 def test_a_model_folder_is_made_absolute(tmp_path, monkeypatch):

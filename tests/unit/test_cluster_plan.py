@@ -14,7 +14,7 @@ from common.errors import StartupError
 from deploy.child_log import event_of, last_event, startup_error, tail
 from deploy.cluster_plan import MemoryNeed, memory_need, plan_parts, worker_threads
 from deploy.paths import KEEP_DEAD_RUN_S, RUN_PREFIX, baton_home, remove_dead_runs, run_directory
-from deploy.preflight import available_memory_bytes, check_memory
+from deploy.preflight import available_memory_bytes, check_memory, compiler_note
 from deploy.restart_policy import STARTUP_ERROR_EXIT, RestartPolicy, after_death, describe_exit
 
 MIB = 1 << 20
@@ -72,6 +72,15 @@ def test_too_little_memory_is_told_with_what_to_do():
     ) as error:
         check_memory(need, need.total_bytes - 1)
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_compiler_is_told_where_it_matters(monkeypatch):
+    monkeypatch.setattr("deploy.preflight.has_prebuilt", lambda isa: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler (no-such-compiler)" in compiler_note("auto")
+    assert compiler_note("torch") == ""
+    monkeypatch.setenv("CXX", "sh")
+    assert compiler_note("auto") == ""
 
 
 def test_a_containers_limit_counts(tmp_path):

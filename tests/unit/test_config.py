@@ -56,6 +56,8 @@ def test_the_environment_names_the_file(tmp_path):
         ({}, "port = 70000", {}, "bad value for 'port' in file"),
         ({}, "", {"BATON_DTYPE": "int3"}, "bad value for 'dtype' in environment"),
         ({}, "port = ", {}, "is not TOML"),
+        ({}, "", {"BATON_REQUEST_TIMEOUT_S": "nan"}, "bad value for 'request_timeout_s' in environment"),
+        ({}, "", {"BATON_SHUTDOWN_GRACE_S": "inf"}, "bad value for 'shutdown_grace_s' in environment"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_source(tmp_path, cli, text, env, expected):

@@ -1,4 +1,4 @@
-"""The engine's thread: commands in, news out, failures contained, always joinable. Waits are for events, with bounds."""
+"""The engine's thread: commands in, news out, failures contained, always joinable. Waits are for events, bounded."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_stop_ends_all_sequences_and_may_be_called_at_any_time(harness):
     harness.engine.start()
     for name in ("a", "b"):
         harness.inbox.put(reserve(make_spec(name, [1, 2])))
-    while not harness.news.get(timeout=BOUND_S).load.num_running == 2:
+    while harness.news.get(timeout=BOUND_S).load.num_running != 2:
         pass
     assert harness.engine.stop(BOUND_S)
     assert harness.engine.stop(BOUND_S)

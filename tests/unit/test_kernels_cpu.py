@@ -3,6 +3,7 @@ for a sequence however its tokens are cut into steps, whoever shares them, and h
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "head_dim_80": {"hidden_size": 72, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 80},
     "head_dim_128": {"head_dim": 128, "rope_scaling": LLAMA3},
+    "long_sums": {"intermediate_size": 4300, "num_hidden_layers": 1},
     "one_kv_head": {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 34},
 }
 
@@ -325,3 +327,16 @@ def test_helper_threads_end_with_the_model(plain_folder: Path) -> None:
     assert threads() == before + 3
     del made
     assert threads() == before
+
+
+def test_helper_threads_run_where_they_are_pinned(plain_folder: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    before = set(Path("/proc/self/task").iterdir())
+    made = native(plain_folder, torch.float32, num_threads=3, cpus=[cpu, cpu])
+    helpers = set(Path("/proc/self/task").iterdir()) - before
+    assert [os.sched_getaffinity(int(task.name)) for task in helpers] == [{cpu}, {cpu}]
+    del made
+    with pytest.raises(ValueError, match="pinned"):
+        native(plain_folder, torch.float32, num_threads=2, cpus=[os.cpu_count() or 1])
+    with pytest.raises(ValueError, match="1 CPUs for 2"):
+        native(plain_folder, torch.float32, num_threads=3, cpus=[cpu])

@@ -10,6 +10,7 @@ from kv_transfer.lease import TICKS_PER_LEASE, Lease
 from kv_transfer.outbox import MAX_PER_MESSAGE, MAX_WAITING, Outbox
 from kv_transfer.staging_pool import StagingPool
 from kv_transfer.state import INCOMING_MOVES, OUTGOING_MOVES, IncomingState, OutgoingState, is_final
+from kv_transfer.transport import ucx_abi
 from kv_transfer.transport.base import TransportError, TransportFault
 from kv_transfer.transport.ucx import parse_lanes
 from kv_transfer.transport.ucx_abi import load_libucp
@@ -144,6 +145,16 @@ def test_lanes_are_read_from_ucx_reports() -> None:
 )
 def test_loopback_services_use_the_loopback_device(configured: str, host: str, expected: str) -> None:
     assert net_devices_for(configured, host) == expected
+
+
+@pytest.mark.parametrize(("system", "chosen"), [((), "wheel"), ((1, 13, 1), "wheel"), ((1, 14, 0), "system")])
+def test_the_systems_library_is_preferred_unless_it_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, system: tuple[int, ...], chosen: str
+) -> None:
+    monkeypatch.setattr(ucx_abi, "_probe_system_version", lambda: system)
+    monkeypatch.setattr(ucx_abi, "_load_from_wheel", lambda: (None, "wheel"))
+    monkeypatch.setattr(ucx_abi, "SYSTEM_LIBRARY", "libc.so.6")
+    assert load_libucp()[1] == ("libc.so.6" if chosen == "system" else chosen)
 
 
 def test_a_library_that_is_not_there_is_named() -> None:

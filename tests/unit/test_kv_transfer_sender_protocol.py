@@ -133,6 +133,16 @@ def test_what_happens_before_welcome_is_made_up_for() -> None:
     assert [type(frame) for frame in bench.take_sent()] == [OpenTransfer, RequestSlots]
 
 
+def test_what_is_aborted_before_welcome_is_told_after_it() -> None:
+    bench = Bench(welcome=False)
+    transfer = bench.open(1)
+    error = BatonError(ErrorKind.CANCELLED, "x")
+    bench.protocol.abort(transfer, error)
+    assert bench.ends == [error]
+    bench.welcome()
+    assert bench.take_sent() == [OpenTransfer("t", b"secret", SLOT_BYTES), AbortTransfer("t", error)]
+
+
 def test_a_grant_told_twice_is_used_once() -> None:
     bench = Bench()
     transfer = bench.open(3)

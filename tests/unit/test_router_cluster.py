@@ -216,6 +216,10 @@ def test_a_share_of_load_is_given_back_exactly_once_on_every_exit():
         table.confirmed("a")
         table.remove("b")
     assert (table.unanswered_prefill_tokens, table.unconfirmed_blocks) == (20, 4)
+    table.add("e", Heard(), prefill_tokens=10, blocks=2)
+    table.confirmed("e")
+    assert (table.unanswered_prefill_tokens, table.unconfirmed_blocks) == (30, 4)
+    table.remove("e")
     table.remove("a")
     assert (table.unanswered_prefill_tokens, table.unconfirmed_blocks) == (20, 4)
     assert [transfer_id for transfer_id, _ in table.remove_all()] == ["c", "d"]

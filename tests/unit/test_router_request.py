@@ -86,27 +86,29 @@ async def test_decode_may_speak_before_the_first_token(bench):
     assert bench.all_idle()
 
 
-async def test_a_first_token_that_ends_the_request_needs_no_decode(bench):
+async def test_a_first_token_that_ends_the_request_waits_for_no_transfer(bench):
     client, transfer_id = await started(bench, make_spec(4, stop_token_ids=(50,)))
     bench.decodes[0].reserved(transfer_id)
-    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="STOP")
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="STOP", num_cached_tokens=16)
+    assert client.tokens == [50]
+    assert client.end == Finished(FinishReason.STOP, Usage(len(PROMPT), 1, 16)), "the end-of-sequence token counts"
+    assert bench.all_idle()
+    assert bench.decodes[0].commands_of("abort") == [], "its blocks are still to be cached"
     bench.decodes[0].output(transfer_id, finish_reason="STOP", leg_ended=True)
     bench.prefills[0].output(transfer_id, leg_ended=True)
-    assert client.tokens == [50]
-    assert client.end.reason is FinishReason.STOP
-    assert client.end.usage.completion_tokens == 1, "the end-of-sequence token counts"
+    assert [w.session.num_late_frames for w in bench.workers] == [1, 1]
 
 
 async def test_nobody_waits_long_for_a_last_frame_that_only_brings_usage(bench, monkeypatch):
     monkeypatch.setattr(request_module, "LEG_END_WAIT_S", 0.0)
-    client, transfer_id = await started(bench, make_spec(1))
+    client, transfer_id = await started(bench, make_spec(2))
     bench.decodes[0].reserved(transfer_id)
-    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="LENGTH")
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50])
+    bench.decodes[0].output(transfer_id, first_index=1, token_ids=[51], finish_reason="LENGTH", leg_ended=True)
+    assert client.ends == []
     await until(lambda: client.ends)
     assert client.end.reason is FinishReason.LENGTH
     assert bench.all_idle()
-    bench.prefills[0].output(transfer_id, leg_ended=True)
-    assert bench.prefills[0].session.num_late_frames == 1
 
 
 async def test_without_prefill_workers_the_decode_worker_does_it_all():
@@ -264,6 +266,26 @@ async def test_no_worker_at_all_is_an_error_at_once():
     client = Client(bench)
     await settle()
     assert client.end.kind is ErrorKind.NO_WORKER
+
+
+async def test_a_placement_that_outlives_its_cancellation_starts_nothing(bench):
+    """As asyncio.wait_for on Python 3.11 may: it returns its result although it was cancelled."""
+    place = bench.placer.place
+
+    async def stubborn(*arguments, **options):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return await place(*arguments, **options)
+
+    bench.placer.place = stubborn
+    client = Client(bench)
+    await settle()
+    client.run.abort()
+    await settle()
+    assert client.end.kind is ErrorKind.CANCELLED
+    assert bench.all_idle()
+    assert bench.decodes[0].commands == []
 
 
 async def test_the_number_in_flight_is_bounded_and_recovers():

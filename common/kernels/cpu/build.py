@@ -1,6 +1,7 @@
 """Compiles the native executor for this machine's CPU, once: a few seconds, then a cached file.
 
     <cache>/baton/kernels/executor-<isa>-<key>.so      key: hash of sources, flags and compiler version
+    <package>/prebuilt/executor-<isa>-<key>.so         key: hash of sources and flags; made by prebuild, looked up first
 
 Two processes that start together take turns at a file lock; the result appears by an atomic rename, so that a process
 which is killed while compiling leaves nothing that another would load.
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).parent / "native"
+# Filled where an image is made, so that what runs in it needs no compiler; elsewhere there is no such folder.
+PREBUILT_DIR: Final = Path(__file__).parent / "prebuilt"
 _MAIN: Final = "baton_cpu.cpp"
 _FLAGS: Final = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
 _COMPILE_TIMEOUT_S: Final = 180.0
@@ -81,15 +84,45 @@ def default_cache_dir() -> Path:
 
 
 def build_library(isa: CpuIsa, cache_dir: Path) -> Path:
-    """The shared library for `isa`, compiled now if the cache has none. Blocks: seconds, or another's compilation.
+    """The shared library for `isa`: the prebuilt one of these very sources, else the cache's, else compiled now.
 
+    Blocks: seconds, or another's compilation.
     Raises NativeUnavailableError: no compiler, it fails, the cache can't be written.
     """
+    prebuilt = _prebuilt(isa)
+    if prebuilt.exists():
+        return prebuilt
     compiler = _compiler()
-    flags = (*_FLAGS, *_ISA_FLAGS[isa])
-    target = cache_dir / f"executor-{isa}-{_key(compiler, flags)}.so"
+    flags = _flags(isa)
+    target = cache_dir / f"executor-{isa}-{_key(flags, _version(compiler))}.so"
     if target.exists():
         return target
+    _compile_into(target, compiler, flags)
+    return target
+
+
+def prebuild(isa: CpuIsa) -> Path:
+    """Compile the library for `isa` into the package itself, whatever this machine's CPU. Raises as build_library."""
+    target = _prebuilt(isa)
+    _compile_into(target, _compiler(), _flags(isa))
+    return target
+
+
+def has_prebuilt(isa: CpuIsa) -> bool:
+    """Whether `isa` needs no compiler here."""
+    return _prebuilt(isa).exists()
+
+
+def _prebuilt(isa: CpuIsa) -> Path:
+    return PREBUILT_DIR / f"executor-{isa}-{_key(_flags(isa))}.so"
+
+
+def _flags(isa: CpuIsa) -> tuple[str, ...]:
+    return (*_FLAGS, *_ISA_FLAGS[isa])
+
+
+def _compile_into(target: Path, compiler: str, flags: tuple[str, ...]) -> None:
+    cache_dir = target.parent
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / ".lock"):
@@ -97,7 +130,6 @@ def build_library(isa: CpuIsa, cache_dir: Path) -> Path:
                 _compile(compiler, flags, target)
     except OSError as error:
         raise NativeUnavailableError(f"can't write to {cache_dir}: {error.strerror or error}") from None
-    return target
 
 
 def _compiler() -> str:
@@ -108,9 +140,13 @@ def _compiler() -> str:
     return path
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30)
-    digest = hashlib.sha256(repr((flags, version.stdout)).encode())
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout
+
+
+def _key(flags: tuple[str, ...], compiler_version: str = "") -> str:
+    digest = hashlib.sha256(repr((flags, compiler_version)).encode())
     for path in sorted(SOURCE_DIR.iterdir()):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())

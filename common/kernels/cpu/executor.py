@@ -7,7 +7,7 @@ kernels, docs/decisions/0010-native-cpu-kernels.md for what was measured and cho
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -64,11 +64,14 @@ class NativeModel:
         dtype: torch.dtype,
         num_threads: int,
         *,
+        cpus: Sequence[int] | None = None,
         library: Any = None,
         spin_us: int = SPIN_US,
     ) -> None:
         """tensors: (name as in the checkpoint, value), each once, in any order; read one at a time.
-        library: from load_library (default: the best for this CPU). Raises NativeUnavailableError; ValueError for a
+        cpus: one for each helper thread, to pin it there (the caller's thread is the caller's to pin).
+        library: from load_library (default: the best for this CPU). spin_us: how long a thread that waits for another
+        spins before it sleeps. Raises NativeUnavailableError; ValueError for a
         wrong or missing tensor; MemoryError.
         """
         if dtype not in _DTYPES:
@@ -76,8 +79,9 @@ class NativeModel:
         self._lib = load_library() if library is None else library
         self._config = config
         self._dtype = dtype
-        self._handle = self._create(num_threads, spin_us)
+        self._handle = self._create(num_threads, cpus, spin_us)
         self._finalizer = weakref.finalize(self, self._lib.baton_model_destroy, self._handle)
+        self._finalizer.atexit = False  # a step may still be running in another thread; the process frees it all
         for name, tensor in tensors:
             self._load(name, tensor)
         self._logits = torch.empty(0)
@@ -131,9 +135,12 @@ class NativeModel:
         check(self._lib, self._lib.baton_model_forward(self._handle, call), "forward")
         return self._logits[:rows], best
 
-    def _create(self, num_threads: int, spin_us: int) -> Any:
+    def _create(self, num_threads: int, cpus: Sequence[int] | None, spin_us: int) -> Any:
+        if cpus is not None and len(cpus) != num_threads - 1:
+            raise ValueError(f"{len(cpus)} CPUs for {num_threads - 1} helper threads")
         config, lib = self._config, self._lib
         inv_freq = inverse_frequencies(config).contiguous()
+        pinned = ffi.new("int32_t[]", list(cpus or ()))
         c = ffi.new(
             "baton_config *",
             {
@@ -148,6 +155,7 @@ class NativeModel:
                 "tied_embeddings": int(config.tie_word_embeddings),
                 "num_threads": num_threads,
                 "spin_us": spin_us,
+                "cpus": ffi.NULL if cpus is None else pinned,
                 "rms_norm_eps": config.rms_norm_eps,
                 "inv_freq": _pointer(inv_freq, "float *"),
             },

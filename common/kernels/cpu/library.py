@@ -21,7 +21,7 @@ ffi: Final = cffi.FFI()
 ffi.cdef(re.sub(r"/\*.*?\*/", "", (SOURCE_DIR / "api.h").read_text(), flags=re.DOTALL))
 
 _MESSAGES: Final[dict[str, str]] = {
-    "BATON_NO_MEMORY": "no memory for the model or this step",
+    "BATON_NO_MEMORY": "no memory, or no thread, for the model or this step",
     "BATON_BAD_CONFIG": "the native executor can't run a model of these sizes",
     "BATON_BAD_SHAPE": "a weight's shape is not the config's",
     "BATON_BAD_TOKEN": "a token id is outside the vocabulary",
@@ -31,6 +31,7 @@ _MESSAGES: Final[dict[str, str]] = {
     "BATON_BAD_BLOCK": "a block table names a block outside the KV cache",
     "BATON_BAD_ROW": "a logits row is outside the batch",
     "BATON_NOT_LOADED": "a weight was never loaded",
+    "BATON_BAD_CPU": "a helper thread can't be pinned: this process may not run on one of the given CPUs",
 }
 
 

@@ -15,7 +15,8 @@ enum {
   BATON_BAD_LENGTHS = 7,
   BATON_BAD_BLOCK = 8,
   BATON_BAD_ROW = 9,
-  BATON_NOT_LOADED = 10
+  BATON_NOT_LOADED = 10,
+  BATON_BAD_CPU = 11
 };
 
 enum { BATON_F32 = 0, BATON_BF16 = 1 };
@@ -48,6 +49,7 @@ typedef struct {
   int32_t tied_embeddings; /* 1: no LM_HEAD is loaded, the embedding serves both ends */
   int32_t num_threads;     /* the caller's thread included */
   int32_t spin_us;         /* how long a thread without work spins before it sleeps */
+  const int32_t* cpus;     /* [num_threads - 1], where each helper thread is pinned; null: nowhere */
   float rms_norm_eps;
   const float* inv_freq;   /* [head_dim / 2], rope scaling already applied; copied */
 } baton_config;

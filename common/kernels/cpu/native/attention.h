@@ -52,7 +52,7 @@ struct AttentionScratch {
   uint32_t* probs;                // [MR][STRIDE] units
   float* out;                     // [MR][v_cols]
   float *acc, *max, *sum;         // [rows][v_cols], [rows], [rows]
-  Tile<T>* tiles;                 // [2]: the tile at work and the one that comes next, whose lines are fetched meanwhile
+  Tile<T>* tiles;                 // [2]: the tile at work, and the one that comes next
   const typename T::elem* zeros;  // [head_dim]
 };
 
@@ -78,7 +78,7 @@ class Attention {
 
   // Packs a whole tile into s.k and s.v, for attend_packed.
   void pack(const Tile<T>& tile, const Tile<T>& next, size_t value_offset, AttentionScratch<T>& s) const {
-    for (int i = 0; i < tile.n; i += STEP) pack_keys(tile, next, i, s.k + (size_t)i * dim_units_);
+    for (int i = 0; i < tile.n; i += STEP) pack_keys(tile, next, i, 0, s.k + (size_t)i * dim_units_);
     pack_values(tile, next, 0, tile.n, value_offset, s.zeros, s.v, v_panel(TILE));
   }
 
@@ -108,7 +108,7 @@ class Attention {
     const int np = max_panels(m) >= 2 ? 2 : 1;
     const size_t panel = (size_t)NR * dim_units_;
     for (int i = 0; i < most; i += STEP) {
-      pack_keys(tile, next, i, s.k);
+      pack_keys(tile, next, i, value_offset, s.k);
       for (int p = 0; p < 2; p += np)
         micro_for<T>(m, np)(dim_units_, q, stride, s.k + p * panel, panel, s.scores + i + p * NR, STRIDE, false, {});
     }
@@ -165,8 +165,9 @@ class Attention {
   static void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
   // STEP positions' keys from i on, transposed: out[panel][unit][position]. A CPU drops fetches that come faster than
-  // memory, so each line of the next tile is asked for when its neighbour here is read.
-  void pack_keys(const Tile<T>& tile, const Tile<T>& next, int i, uint32_t* out) const {
+  // memory answers, so they are spread: each line of the next tile's keys is asked for when its neighbour here is read,
+  // and (value_offset > 0) this tile's values once more, for those that were dropped.
+  void pack_keys(const Tile<T>& tile, const Tile<T>& next, int i, size_t value_offset, uint32_t* out) const {
     const elem* const* later = ahead(next, i, STEP);
     for (int h = 0; h < STEP; h += W) {
       const elem* const* rows = tile.rows + i + h;
@@ -177,6 +178,8 @@ class Attention {
         for (int j = 0; j < W; ++j) r[j] = vload_u_n((const uint32_t*)rows[j] + u, left);
         if (later)
           for (int j = 0; j < W; ++j) fetch((const uint32_t*)later[h + j] + u);
+        if (value_offset > 0)
+          for (int j = 0; j < W; ++j) fetch((const uint32_t*)(rows[j] + value_offset) + u);
         transpose(r);
         if (left >= W) {
 #pragma GCC unroll 16

@@ -2,6 +2,7 @@
 #pragma once
 #include <pthread.h>
 
+#include "attention_phase.h"
 #include "weights.h"
 #include "workspace.h"
 
@@ -22,14 +23,20 @@ class ModelOf final : public Model, public Job {
  public:
   using elem = typename T::elem;
 
-  explicit ModelOf(const baton_config& c)
-      : attention_(c.head_dim, 1.0f / sqrtf((float)c.head_dim)), team_(c.num_threads, c.spin_us) {}
+  explicit ModelOf(const baton_config& c) : attention_(dims_of(c), plan_, ws_), team_(c.num_threads, c.spin_us) {}
 
   int init(const baton_config& c) {
     const int rc = w_.init(c);
     if (rc != BATON_OK) return rc;
     ws_.init(w_.d, c.num_threads, attention_.v_cols());
-    return team_.start() ? BATON_OK : BATON_NO_MEMORY;
+    switch (team_.start(c.cpus)) {
+      case Team::Started::NO_THREAD:
+        return BATON_NO_MEMORY;
+      case Team::Started::NO_CPU:
+        return BATON_BAD_CPU;
+      default:
+        return BATON_OK;
+    }
   }
 
   int load(int role, int layer, const void* data, int64_t rows, int64_t cols) override {
@@ -43,6 +50,8 @@ class ModelOf final : public Model, public Job {
     int rc = w_.complete() ? check_batch(w_.d, batch) : BATON_NOT_LOADED;
     if (rc == BATON_OK) {
       b_ = batch;
+      pool_ = PoolShape(w_.d, b_);
+      attention_.begin_step(b_);
       plan_.build(w_.d, w_.layers[0], w_.lm_head, b_, team_.size(), TILE, attention_.v_cols());
       if (!ws_.reserve(b_.num_tokens, b_.num_logits, plan_)) rc = BATON_NO_MEMORY;
     }
@@ -58,7 +67,7 @@ class ModelOf final : public Model, public Job {
     const Phase p = plan_.phases[phase];
     const Layer& l = w_.layers[p.layer];
     Scratch<T>& s = ws_.scratch[thread];
-    const int t = b_.num_tokens, row0 = chunk * ROWS_PER_CHUNK, row1 = row0 + ROWS_PER_CHUNK < t ? row0 + ROWS_PER_CHUNK : t;
+    const int t = b_.num_tokens, row0 = chunk * ROWS_PER_CHUNK, row1 = at_most(row0 + ROWS_PER_CHUNK, t);
     const auto hidden = [this](int r) { return r; };
     const auto wanted = [this](int r) { return (int)b_.logits_rows[r]; };
     switch (p.op) {
@@ -70,13 +79,13 @@ class ModelOf final : public Model, public Job {
         norm_rows(row0, row1, p.op == Op::INPUT_NORM ? l.input_norm : l.post_norm, ws_.x, hidden);
         break;
       case Op::QKV: {
-        elem* pool = (elem*)b_.kv_pool + (size_t)p.layer * b_.num_blocks * block_stride();
+        elem* pool = (elem*)b_.kv_pool + (size_t)p.layer * b_.num_blocks * pool_.block_stride;
         product(plan_.qkv, chunk, l.qkv, normed(phase, t, l.input_norm, s, hidden), ws_.ldx, s,
                 [&](int r0, int r1, int panel, const float* c) { store_qkv(r0, r1, panel, c, l.qkv, pool); });
         break;
       }
       case Op::ATTENTION:
-        for (int i = plan_.task_begin(chunk); i < plan_.task_begin(chunk + 1); ++i) attend(i, p.layer, s);
+        for (int i = plan_.task_begin(chunk); i < plan_.task_begin(chunk + 1); ++i) attention_.attend(i, p.layer, s);
         break;
       case Op::O:
         product(plan_.o, chunk, l.o, ws_.attn, ws_.ld_attn, s,
@@ -91,8 +100,7 @@ class ModelOf final : public Model, public Job {
                 [&](int r0, int r1, int panel, const float* c) { add_hidden(r0, r1, panel, c, l.down); });
         break;
       case Op::FINAL_NORM:
-        norm_rows(row0, row0 + ROWS_PER_CHUNK < b_.num_logits ? row0 + ROWS_PER_CHUNK : b_.num_logits, w_.final_norm,
-                  ws_.x, wanted);
+        norm_rows(row0, at_most(row0 + ROWS_PER_CHUNK, b_.num_logits), w_.final_norm, ws_.x, wanted);
         break;
       case Op::LOGITS:
         product(plan_.lm_head, chunk, w_.lm_head, normed(phase, b_.num_logits, w_.final_norm, s, wanted), ws_.ldx, s,
@@ -105,11 +113,6 @@ class ModelOf final : public Model, public Job {
   }
 
  private:
-  // Elements of the pool: of one block in one layer; of its K half; of one head in it.
-  size_t head_stride() const { return (size_t)b_.block_size * w_.d.head_dim; }
-  size_t value_offset() const { return (size_t)w_.d.kv_heads * head_stride(); }
-  size_t block_stride() const { return 2 * value_offset(); }
-
   template <class Epilogue>
   void product(const Grid& g, int chunk, const Linear& m, const elem* a, size_t lda, Scratch<T>& s,
                const Epilogue& epilogue) {
@@ -120,7 +123,7 @@ class ModelOf final : public Model, public Job {
 
   void embed(int t) {
     const int64_t slot = b_.slot_mapping[t];
-    ws_.kv_offset[t] = slot / b_.block_size * (int64_t)block_stride() + slot % b_.block_size * w_.d.head_dim;
+    ws_.kv_offset[t] = slot / b_.block_size * (int64_t)pool_.block_stride + slot % b_.block_size * w_.d.head_dim;
     float* angles = ws_.angles + (size_t)t * 2 * ws_.ld_angle;
     rotation(b_.positions[t], w_.inv_freq, w_.d.half(), angles, angles + ws_.ld_angle);
     float* out = ws_.hidden + (size_t)t * ws_.ld_hidden;
@@ -156,7 +159,10 @@ class ModelOf final : public Model, public Job {
 
   struct Bias {
     vf x, y;
-    Bias(const Linear& m, int panel) : x(vload(m.bias + (size_t)panel * NR)), y(vload(m.bias + (size_t)panel * NR + W)) {}
+    Bias(const Linear& m, int panel) {
+      x = vload(m.bias + (size_t)panel * NR);
+      y = vload(m.bias + (size_t)panel * NR + W);
+    }
   };
 
   void add_hidden(int r0, int r1, int panel, const float* c, const Linear& m) {
@@ -192,7 +198,7 @@ class ModelOf final : public Model, public Job {
     const int hp = d.head_panels(), head = panel / hp, sub = panel % hp;
     if (head >= d.heads + d.kv_heads) {
       const int left = d.head_dim - sub * NR;
-      elem* values = pool + value_offset() + (head - d.heads - d.kv_heads) * head_stride() + sub * NR;
+      elem* values = pool + pool_.value_offset + (head - d.heads - d.kv_heads) * pool_.head_stride + sub * NR;
       for (int r = r0; r < r1; ++r, c += NR) {
         T::store_n(values + ws_.kv_offset[r], vadd(vload(c), bias.x), left);
         T::store_n(values + ws_.kv_offset[r] + W, vadd(vload(c + W), bias.y), left - W);
@@ -201,115 +207,24 @@ class ModelOf final : public Model, public Job {
     }
     const int left = d.half() - sub * W;
     const float* angles = ws_.angles + (size_t)r0 * 2 * ws_.ld_angle + sub * W;
-    elem *q = query(r0, head), *keys = pool + (head - d.heads) * (ptrdiff_t)head_stride();
+    const bool is_query = head < d.heads;
+    elem* base = is_query ? ws_.query(r0, head, b_.num_tokens) : pool + (head - d.heads) * pool_.head_stride;
     const size_t q_stride = (size_t)d.group() * d.head_dim;
-    for (int r = r0; r < r1; ++r, c += NR, q += q_stride, angles += 2 * ws_.ld_angle) {
+    for (int r = r0; r < r1; ++r, c += NR, angles += 2 * ws_.ld_angle) {
       const vf x = vadd(vload(c), bias.x), y = vadd(vload(c + W), bias.y);
       const vf cosine = vload(angles), sine = vload(angles + ws_.ld_angle);
-      elem* out = (head < d.heads ? q : keys + ws_.kv_offset[r]) + sub * W;
+      elem* out = base + (is_query ? (r - r0) * q_stride : (size_t)ws_.kv_offset[r]) + sub * W;
       T::store_n(out, vnfma(y, sine, vmul(x, cosine)), left);
       T::store_n(out + d.half(), vfma(x, sine, vmul(y, cosine)), left);
     }
   }
 
-  // q is [kv_head][token][head of the group][head_dim]: a task's rows lie evenly apart.
-  elem* query(int token, int head) {
-    const int g = w_.d.group();
-    return ws_.q + (((size_t)(head / g) * b_.num_tokens + token) * g + head % g) * w_.d.head_dim;
-  }
-
-  KvView<T> kv_view(const AttentionTask& task, int layer) const {
-    const elem* pool = (const elem*)b_.kv_pool + (size_t)layer * b_.num_blocks * block_stride();
-    return {pool + task.kv_head * head_stride(), block_stride(),   value_offset(),
-            b_.block_tables + (size_t)task.seq * b_.table_width,   b_.block_size,  w_.d.head_dim};
-  }
-
-  // Position of the task's first query.
-  int start_of(const AttentionTask& task) const {
-    return b_.seq_lens[task.seq] - (b_.query_start[task.seq + 1] - b_.query_start[task.seq]) + task.q0;
-  }
-
-  void locate(const AttentionTask& task, int tile, int layer, const elem* zeros, Tile<T>* out) const {
-    const int base = tile * TILE, left = start_of(task) + task.q1 - task.q0 - base;
-    attention_.locate(kv_view(task, layer), base, left < TILE ? left : TILE, zeros, out);
-  }
-
-  // The tile after this one: of the same task, else the next task's first (the likely next work of this thread).
-  void locate_next(size_t index, int tile, int layer, const elem* zeros, Tile<T>* out) const {
-    out->n = 0;
-    if (tile + 1 < plan_.tasks[index].tile1)
-      locate(plan_.tasks[index], tile + 1, layer, zeros, out);
-    else if (index + 1 < plan_.tasks.size())
-      locate(plan_.tasks[index + 1], plan_.tasks[index + 1].tile0, layer, zeros, out);
-  }
-
-  void attend(size_t index, int layer, Scratch<T>& scratch) {
-    const AttentionTask& task = plan_.tasks[index];
-    AttentionScratch<T>& s = scratch.attention;
-    const int group = w_.d.group(), rows = (task.q1 - task.q0) * group, first = b_.query_start[task.seq] + task.q0;
-    const uint32_t* q = (const uint32_t*)query(first, task.kv_head * group);
-    const size_t stride = (size_t)w_.d.head_dim / T::PER_UNIT, cols = attention_.v_cols();
-    locate(task, task.tile0, layer, s.zeros, &s.tiles[0]);
-    for (int i = task.tile0; i < task.tile1; ++i) {
-      const Tile<T>& tile = s.tiles[(i - task.tile0) & 1];
-      Tile<T>& next = s.tiles[(i - task.tile0 + 1) & 1];
-      locate_next(index, i, layer, s.zeros, &next);
-      float *acc = s.acc, *max = s.max, *sum = s.sum;
-      if (task.group >= 0) {
-        acc = partial(task.group, i);
-        max = acc + rows * cols;
-        sum = max + rows;
-      }
-      if (rows > MR) attention_.pack(tile, next, value_offset(), s);
-      for (int r0 = 0, m; r0 < rows; r0 += m) {
-        m = rows - r0 < MR ? rows - r0 : MR;
-        int limit[MR];
-        for (int r = 0; r < m; ++r) {
-          const int seen = start_of(task) + (r0 + r) / group + 1 - tile.base;
-          limit[r] = seen < tile.n ? seen : tile.n;
-        }
-        const bool fresh = i == 0 || task.group >= 0;
-        if (rows > MR)
-          attention_.attend_packed(q + r0 * stride, stride, m, limit, s, acc + r0 * cols, max + r0, sum + r0, fresh);
-        else
-          attention_.attend_few(q, stride, m, limit, tile, next, value_offset(), s, acc, max, sum, fresh);
-      }
-    }
-    if (task.group < 0)
-      store_attention(task, rows, first, s.acc, s.sum);
-    else if ((ws_.arrivals[task.group].fetch_add(1) + 1) % plan_.groups[task.group].tasks == 0)
-      merge_group(task, rows, first, s);
-  }
-
-  float* partial(int group, int tile) {
-    const SplitGroup& g = plan_.groups[group];
-    return ws_.partials + g.partial + (size_t)tile * g.partial_size;
-  }
-
-  void merge_group(const AttentionTask& task, int rows, int first, AttentionScratch<T>& s) {
-    const size_t cols = attention_.v_cols();
-    for (int tile = 0; tile < plan_.groups[task.group].tiles; ++tile) {
-      const float *out = partial(task.group, tile), *max = out + rows * cols, *sum = max + rows;
-      for (int r = 0; r < rows; ++r)
-        if (start_of(task) + r / w_.d.group() + 1 > tile * TILE)
-          attention_.merge(out + r * cols, max[r], sum[r], s.acc + r * cols, s.max + r, s.sum + r, tile == 0);
-    }
-    store_attention(task, rows, first, s.acc, s.sum);
-  }
-
-  void store_attention(const AttentionTask& task, int rows, int first, const float* acc, const float* sum) {
-    const int group = w_.d.group();
-    for (int r = 0; r < rows; ++r)
-      attention_.finish(acc + (size_t)r * attention_.v_cols(), sum[r],
-                        ws_.attn + (size_t)(first + r / group) * ws_.ld_attn +
-                            (size_t)(task.kv_head * group + r % group) * w_.d.head_dim);
-  }
-
   Weights<T> w_;
   Workspace<T> ws_;
-  Attention<T> attention_;
   Plan plan_;
+  AttentionPhase<T> attention_;
   baton_batch b_ = {};
+  PoolShape pool_;
   int64_t phases_done_ = 0;
   pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
   Team team_;  // last: its threads end before anything that they use

@@ -72,7 +72,8 @@ Micro micro_for(int m, int np) {
     BATON_ROW(1, 1) BATON_ROW(2, 1) BATON_ROW(3, 1) BATON_ROW(4, 1) BATON_ROW(5, 1)
     BATON_ROW(1, 2) BATON_ROW(2, 2)
 #if defined(__AVX512F__)
-    BATON_ROW(6, 1) BATON_ROW(7, 1) BATON_ROW(8, 1) BATON_ROW(9, 1) BATON_ROW(10, 1) BATON_ROW(11, 1) BATON_ROW(12, 1)
+    BATON_ROW(6, 1) BATON_ROW(7, 1) BATON_ROW(8, 1) BATON_ROW(9, 1)
+    BATON_ROW(10, 1) BATON_ROW(11, 1) BATON_ROW(12, 1)
     BATON_ROW(3, 2) BATON_ROW(4, 2) BATON_ROW(5, 2) BATON_ROW(6, 2)
 #endif
 #undef BATON_ROW
@@ -83,7 +84,7 @@ Micro micro_for(int m, int np) {
 // Rows of the i-th of `tiles` even tiles over `rows`.
 static inline int tile_begin(int rows, int tiles, int i) { return (int)((int64_t)rows * i / tiles); }
 
-constexpr int KC = 2048;             // units of k that a pass covers, so that its slices of A and B stay in the L2 cache
+constexpr int KC = 2048;              // units of k that a pass covers: its slices of A and B stay in the L2 cache
 constexpr int A_BLOCK_UNITS = 65536;  // an A block of 256 KiB
 constexpr int MAX_ROWS = 240;        // rows of an A block at most
 
@@ -92,8 +93,8 @@ static inline int block_rows(int k_units) {
   return rows < MR ? MR : rows > MAX_ROWS ? MAX_ROWS : rows;
 }
 
-// What tile i of `tiles` over panel b should fetch. One tile alone waits for memory: it fetches a little ahead in its own
-// stream. With several, the first two share out the next panel, which so arrives while all of them compute.
+// What tile i of `tiles` over panel b should fetch. One tile alone waits for memory: it fetches a little ahead in its
+// own stream. With several, the first two share out the next panel, which so arrives while all of them compute.
 static inline Ahead ahead_of(const uint32_t* b, size_t panel, int k, int tiles, int i) {
   constexpr size_t DISTANCE = 4096;
   if (tiles == 1) return {(const char*)b + DISTANCE, NR * 4 / 64};
@@ -101,8 +102,8 @@ static inline Ahead ahead_of(const uint32_t* b, size_t panel, int k, int tiles, 
   return {(const char*)(b + panel) + (size_t)i * k * 64, i < SHARES ? 1 : 0};
 }
 
-// Columns [p0*NR, p1*NR) of C for `rows` (<= MAX_ROWS) rows. `scratch`: [rows][NR] floats. Each panel, once summed, goes
-// to epilogue(panel, const float* sums[rows][NR]).
+// Columns [p0*NR, p1*NR) of C for `rows` (<= MAX_ROWS) rows. `scratch`: [rows][NR] floats. Each panel, once summed,
+// goes to epilogue(panel, const float* sums[rows][NR]).
 template <class T, class Epilogue>
 void gemm(int rows, const uint32_t* a, size_t lda, const uint32_t* b, int k_units, int p0, int p1, float* scratch,
           const Epilogue& epilogue) {

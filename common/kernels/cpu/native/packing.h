@@ -10,6 +10,7 @@
 // Heads are padded to whole panels. Padding columns are zero. Int8 or int4 weights would be a further format here and
 // a further micro kernel in gemm.h; nothing else knows what a panel's bytes mean.
 #pragma once
+#include "abi.h"
 #include "gemm.h"
 #include "memory.h"
 
@@ -36,6 +37,10 @@ struct Dims {
   int q_panels() const { return heads * head_panels(); }
   int k_panels() const { return kv_heads * head_panels(); }
 };
+
+static inline Dims dims_of(const baton_config& c) {
+  return {c.num_layers, c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size};
+}
 
 // Where column c of a matrix goes: panel * NR + lane.
 struct ColumnMap {

@@ -28,23 +28,19 @@ struct Phase {
 
 // A matrix product in chunks: blocks of rows x groups of panels, a block's groups next to each other.
 struct Grid {
-  int rows, panels, blocks, per_chunk, groups;
+  int rows, panels, blocks, groups;
 
   Grid() = default;
   Grid(int rows, const Linear& m, int threads) : rows(rows), panels(m.panels) {
     blocks = ceil_div(rows, block_rows(m.k_units));
-    per_chunk = ceil_div(panels * blocks, CHUNKS_PER_THREAD * threads);
-    if (per_chunk > panels) per_chunk = panels;
-    groups = ceil_div(panels, per_chunk);
+    groups = ceil_div(CHUNKS_PER_THREAD * threads, blocks);
+    if (groups > panels) groups = panels;
   }
   int chunks() const { return blocks * groups; }
   int row0(int chunk) const { return tile_begin(rows, blocks, chunk / groups); }
   int row1(int chunk) const { return tile_begin(rows, blocks, chunk / groups + 1); }
-  int panel0(int chunk) const { return chunk % groups * per_chunk; }
-  int panel1(int chunk) const {
-    const int p = panel0(chunk) + per_chunk;
-    return p < panels ? p : panels;
-  }
+  int panel0(int chunk) const { return tile_begin(panels, groups, chunk % groups); }
+  int panel1(int chunk) const { return tile_begin(panels, groups, chunk % groups + 1); }
 
   static constexpr int CHUNKS_PER_THREAD = 8;
 };
@@ -141,6 +137,17 @@ class Plan {
     groups.push_back({partial_floats, partial_size, tiles, pieces});
     partial_floats += partial_size * tiles;
   }
+};
+
+// Distances in a layer's pool, in elements: of blocks, of a block's halves (K, then V), of KV heads in a half.
+struct PoolShape {
+  size_t block_stride = 0, value_offset = 0, head_stride = 0;
+
+  PoolShape() = default;
+  PoolShape(const Dims& d, const baton_batch& b)
+      : block_stride(2 * (size_t)d.kv_heads * b.block_size * d.head_dim),
+        value_offset((size_t)d.kv_heads * b.block_size * d.head_dim),
+        head_stride((size_t)b.block_size * d.head_dim) {}
 };
 
 // What a batch must hold to be computed without reading or writing outside its buffers.

@@ -13,6 +13,8 @@
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -36,18 +38,17 @@ class Team {
  public:
   Team(int num_threads, int spin_us) : n_(num_threads), spin_ticks_(ticks_per_us() * spin_us) {}
 
-  // Starts the n - 1 helpers. False where the system refuses a thread.
-  bool start() {
-    threads_.reserve(n_);
-    for (int t = 1; t < n_; ++t) {
-      args_[t] = {this, t};
-      pthread_t id;
-      if (pthread_create(&id, nullptr, &Team::main, &args_[t]) != 0) return false;
-      threads_.push_back(id);
-    }
-    return true;
-  }
+  enum class Started { OK, NO_THREAD, NO_CPU };
 
+  // Starts the n - 1 helpers, helper i pinned to cpus[i] where `cpus` is given. Signals are left to other threads.
+  Started start(const int32_t* cpus) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const Started result = start_helpers(cpus);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return result;
+  }
   ~Team() {
     stop_.store(true);
     serial_.fetch_add(1);
@@ -78,6 +79,24 @@ class Team {
     Team* team;
     int thread;
   };
+
+  Started start_helpers(const int32_t* cpus) {
+    threads_.reserve(n_);
+    for (int t = 1; t < n_; ++t) {
+      args_[t] = {this, t};
+      pthread_t id;
+      if (pthread_create(&id, nullptr, &Team::main, &args_[t]) != 0) return Started::NO_THREAD;
+      threads_.push_back(id);
+      pthread_setname_np(id, "baton-kernels");
+      if (!cpus) continue;
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      if (cpus[t - 1] < 0 || cpus[t - 1] >= CPU_SETSIZE) return Started::NO_CPU;
+      CPU_SET(cpus[t - 1], &set);
+      if (pthread_setaffinity_np(id, sizeof set, &set) != 0) return Started::NO_CPU;
+    }
+    return Started::OK;
+  }
 
   static uint64_t ticks_per_us() { return 3000; }  // only bounds a spin: precision does not matter
 

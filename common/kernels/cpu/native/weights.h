@@ -25,7 +25,7 @@ class Weights {
   float* inv_freq = nullptr;
 
   int init(const baton_config& c) {
-    d = {c.num_layers, c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size};
+    d = dims_of(c);
     eps = c.rms_norm_eps;
     tied = c.tied_embeddings != 0;
     layers.assign(d.layers, Layer{});

@@ -54,14 +54,16 @@ class Workspace {
       arrivals.reset(new std::atomic<int>[num_arrivals_]);
     }
     for (size_t i = 0; i < plan.groups.size(); ++i) arrivals[i].store(0, std::memory_order_relaxed);
-    if (t <= tokens_ && r <= rows_ && plan.partial_floats <= partial_floats_) return true;
-    tokens_ = t > tokens_ ? t : tokens_;
-    rows_ = r > rows_ ? r : rows_;
-    partial_floats_ = plan.partial_floats > partial_floats_ ? plan.partial_floats : partial_floats_;
+    const bool fits = t <= tokens_ && r <= rows_ && plan.partial_floats <= partial_floats_;
+    if (fits) return true;
+    tokens_ = grown(tokens_, t);
+    rows_ = grown(rows_, r);
+    partial_floats_ = grown(partial_floats_, plan.partial_floats);
     size_t bytes = 0;
     place(nullptr, &bytes);
     if (!arena_.reserve(bytes)) {
       tokens_ = rows_ = 0;
+      partial_floats_ = 0;
       return false;
     }
     place(&arena_, &bytes);
@@ -71,7 +73,20 @@ class Workspace {
 
   size_t bytes() const { return arena_.size(); }
 
+  // q is [kv_head][token][head of the group][head_dim]: an attention task's rows lie evenly apart.
+  elem* query(int token, int head, int num_tokens) {
+    const int g = d_.group();
+    return q + (((size_t)(head / g) * num_tokens + token) * g + head % g) * d_.head_dim;
+  }
+
  private:
+  // By half as much again at least, so that slowly growing batches seldom cost new memory.
+  template <class N>
+  static N grown(N have, N need) {
+    const N more = have + have / 2;
+    return need <= have ? have : need > more ? need : more;
+  }
+
   void place(Arena* arena, size_t* bytes) {
     const auto take = [&](auto*& p, size_t n) {
       using E = typename std::remove_reference<decltype(*p)>::type;
@@ -79,7 +94,8 @@ class Workspace {
       if (arena) p = arena->take<E>(n);
     };
     const size_t t = tokens_, x_rows = tokens_ > rows_ ? tokens_ : rows_;
-    const int dim_units = ceil_div(d_.head_dim, T::PER_UNIT), task_rows = TASK_ROWS > d_.group() ? TASK_ROWS : d_.group();
+    const int dim_units = ceil_div(d_.head_dim, T::PER_UNIT);
+    const int task_rows = TASK_ROWS > d_.group() ? TASK_ROWS : d_.group();
     *bytes = 0;
     take(hidden, t * ld_hidden);
     take(angles, t * 2 * ld_angle);

@@ -54,7 +54,8 @@ class InferenceServiceServicer:
     def Generate(self, request_iterator, context):
         """Many requests on one stream: start several, abort any, read their frames
         interleaved. Each request ends with exactly one `finished` or `error`
-        frame. Closing or cancelling the stream aborts what still runs on it.
+        frame. Cancelling the stream aborts what still runs on it; after a
+        half-close running requests finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,8 @@ class InferenceServiceStub:
     Generate: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Many requests on one stream: start several, abort any, read their frames
     interleaved. Each request ends with exactly one `finished` or `error`
-    frame. Closing or cancelling the stream aborts what still runs on it.
+    frame. Cancelling the stream aborts what still runs on it; after a
+    half-close running requests finish.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
 
@@ -48,7 +49,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Many requests on one stream: start several, abort any, read their frames
     interleaved. Each request ends with exactly one `finished` or `error`
-    frame. Closing or cancelling the stream aborts what still runs on it.
+    frame. Cancelling the stream aborts what still runs on it; after a
+    half-close running requests finish.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
 
@@ -63,7 +65,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Many requests on one stream: start several, abort any, read their frames
         interleaved. Each request ends with exactly one `finished` or `error`
-        frame. Closing or cancelling the stream aborts what still runs on it.
+        frame. Cancelling the stream aborts what still runs on it; after a
+        half-close running requests finish.
         """
 
     @_abc_1.abstractmethod

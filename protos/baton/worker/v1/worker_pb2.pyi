@@ -460,7 +460,7 @@ class SequenceOutput(_message.Message):
     when the transfer has ended, does not repeat it.
     """
     num_cached_tokens: _builtins.int
-    """Tokens whose KV this leg found in its prefix cache; set in its last frame."""
+    """Tokens whose KV this leg found in its prefix cache; set from the first token on."""
     leg_ended: _builtins.bool
     """This leg's last frame, whatever the cause (success, error or abort): it
     has let go of everything. Exactly one such frame a leg.
@@ -512,6 +512,7 @@ class LoadReport(_message.Message):
     num_free_blocks: _builtins.int
     """Free to take, cached-but-unreferenced ones included."""
     num_cached_blocks: _builtins.int
+    """Of the free ones, those that hold a reusable prefix."""
     num_blocks: _builtins.int
     queued_prefill_tokens: _builtins.int
     """Prompt tokens accepted and not yet computed."""
