@@ -23,6 +23,9 @@ Baton serves language models with prefill and decode as separate services.
 The parts alone, for several machines:
   baton router | prefill | decode --redis-url redis://HOST:6379
 
+Measure it, or any OpenAI-compatible server:
+  baton bench run --help
+
 More: baton model fetch, baton check-config, baton version; each has --help."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -173,6 +176,10 @@ def version() -> None:
 
 def main() -> None:
     """The console script. Whatever a user can mend is one line on stderr and exit code 2."""
+    if sys.argv[1:2] in ([], ["bench"], ["--help"]):  # the other commands don't pay for its imports
+        from loadtest.cli import app as bench_app
+
+        app.add_typer(bench_app, name="bench")
     try:
         code = app(standalone_mode=False)
     except StartupError as error:
