@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from common.errors import StartupError
 
 ENV_PREFIX: Final = "BATON_"
-# Read by the test-suite and by the supervisor, not settings.
+# Names the settings file: not a setting itself.
 ENV_RESERVED: Final = frozenset({"BATON_CONFIG"})
 
 
@@ -64,7 +64,9 @@ class Settings(BaseModel):
     kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, description="bytes of KV cache a worker preallocates")
     prefill_budget_tokens: int = Field(2048, ge=16, description="most tokens a prefill step computes")
     max_running: int = Field(64, ge=1, description="most sequences a worker runs at once")
-    max_waiting: int = Field(1024, ge=1, description="most sequences a worker, or requests a router, lets wait")
+    max_waiting: int = Field(
+        1024, ge=1, description="most sequences a worker lets wait; most requests a router has in flight"
+    )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"
     )
@@ -88,6 +90,19 @@ class Settings(BaseModel):
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["console", "json"] = Field("console", description="lines for people, or JSON objects")
+
+    # traces
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://[^\s/]+/?)?$",
+        description="OTLP/gRPC collector of traces, http://HOST:4317; empty: no traces",
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="part of the requests that is traced where the client did not decide"
+    )
+    timeline_entries: int = Field(
+        2048, ge=0, le=1 << 20, description="ended requests whose timeline a router can still tell"
+    )
 
     @property
     def dial_host(self) -> str:

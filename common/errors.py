@@ -44,6 +44,11 @@ class ErrorRow:
     openai_type: str
     retry: Retry
 
+    @property
+    def is_fault(self) -> bool:
+        """Something is wrong on our side; else the client asked for too much, or left."""
+        return self.http_status >= 500
+
 
 _S = grpc.StatusCode
 ERROR_TABLE: Final[dict[ErrorKind, ErrorRow]] = {

@@ -13,8 +13,8 @@ from common.worker.binding import bind
 from common.worker.grpc_server import TRANSFER_SERVICE
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
 from common.worker.loading import LoadedModel, load
-from common.worker.metrics import TransferTotals
 from decode_service.scheduler import DecodeScheduler
+from kv_transfer.metrics import ReceiverCollector
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_worker import UcxSettings, net_devices_for
@@ -57,7 +57,7 @@ async def serve(
                 runner=loaded.runner,
                 inbox=inbox,
                 services=(TRANSFER_SERVICE,),
-                transfer_totals=lambda: _totals(receiver),
+                transfer_metrics=ReceiverCollector(receiver.stats),
                 close_transfers=receiver.close,
             )
             await WorkerHost(binding, parts, check_when_idle=check_when_idle).serve(stop, on_ready)
@@ -78,8 +78,3 @@ def _make_receiver(settings: Settings, loaded: LoadedModel, identity: WorkerIden
         landing_slot_bytes=settings.landing_slot_bytes,
         lease_s=settings.transfer_lease_s,
     )
-
-
-def _totals(receiver: KvReceiver) -> TransferTotals:
-    stats = receiver.stats()
-    return TransferTotals(stats.bytes_landed, stats.failed)

@@ -185,9 +185,11 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
 
     def _after_chunk(self, sequence: DecodeSequence, token_id: int | None, now: float) -> None:
         if token_id is None:
+            sequence.note_chunk(now)
             return
         sequence.token_ids.append(token_id)
         if sequence.decode_started_at is None:
+            sequence.note_chunk(now)
             sequence.first_token_at = sequence.decode_started_at = now
         finish_reason = sequence.finish_reason(self._config.max_model_len)
         if finish_reason is not None:
@@ -230,7 +232,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
             self._give_up(sequence, BatonError(ErrorKind.CORRUPT_KV, message), now)
             return
         self._num_receiving -= 1
-        sequence.transfer_s, sequence.transfer_bytes = stats.seconds, stats.num_bytes
+        sequence.note_transfer(stats)
         self._advance(sequence, sequence.num_uncomputed_tokens)
         sequence.token_ids.append(handoff.first_token_id)
         sequence.decode_started_at = now

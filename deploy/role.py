@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
@@ -22,6 +23,8 @@ def run_role(role: Role, settings: Settings) -> NoReturn:
     """Ends the process when the part has stopped. Raises StartupError where it can't start."""
     import uvloop
 
+    # Until the part handles signals itself. As a container's first process it would else not hear of them at all.
+    signal.signal(signal.SIGTERM, _end_at_once)
     worker_id = "" if role == "router" else settings.worker_id or f"{role}-{secrets.token_hex(4)}"
     configure_logging(settings.log_level, settings.log_format, role, worker_id)
     log = get_logger(__name__)
@@ -35,6 +38,11 @@ def run_role(role: Role, settings: Settings) -> NoReturn:
     run = _entry(role)
     uvloop.run(_awaited(run, settings.model_copy(update={"model": str(model), "worker_id": worker_id})))
     _leave()
+
+
+def _end_at_once(number: int, frame: object) -> NoReturn:
+    """Nothing is shared or announced yet."""
+    os._exit(128 + number)
 
 
 def _leave() -> NoReturn:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
-
-import grpc
-from google.protobuf import any_pb2
-from google.rpc import status_pb2  # type: ignore[import-untyped]
 
 from baton.common.v1 import common_pb2
 from baton.transfer.v1 import transfer_pb2 as pb
-from common.errors import BatonError, ErrorKind
 from common.kvcache.layout import KvLayout
-from common.sampling_params import FinishReason
+from common.rpc.convert import (
+    error_from_proto,
+    error_to_proto,
+    finish_reason_from_proto,
+    finish_reason_to_proto,
+)
+from common.rpc.convert import error_to_status as error_to_status  # for common/worker/session.py
 from kv_transfer.frames import (
     AbortTransfer,
     Committed,
@@ -35,9 +35,6 @@ from kv_transfer.frames import (
 )
 from kv_transfer.pieces import Piece
 from kv_transfer.types import Handoff, KvFormat, WorkerIdentity
-
-# Where gRPC's rich error model keeps its details.
-STATUS_DETAILS_KEY: Final = "grpc-status-details-bin"
 
 
 def sender_frames_to_proto(frames: Iterable[SenderFrame]) -> pb.ChannelRequest:
@@ -91,50 +88,6 @@ def receiver_frame_from_proto(message: pb.ReceiverFrame) -> ReceiverFrame | None
             return Welcome(w.transport_descriptor, w.transport, w.slot_bytes, w.num_slots, w.lease_ms / 1e3)
         case _:
             return None
-
-
-def error_to_proto(error: BatonError) -> common_pb2.ErrorDetail:
-    kind = common_pb2.ErrorKind.Value(f"ERROR_KIND_{error.kind.name}")
-    retry_after_ms = round((error.retry_after_s or 0.0) * 1e3)
-    return common_pb2.ErrorDetail(
-        kind=kind, message=error.message, param=error.param or "", retry_after_ms=retry_after_ms
-    )
-
-
-def error_from_proto(detail: common_pb2.ErrorDetail) -> BatonError:
-    """A kind that this version does not know becomes INTERNAL."""
-    number = detail.kind if detail.kind in common_pb2.ErrorKind.values() else common_pb2.ERROR_KIND_INTERNAL
-    name = common_pb2.ErrorKind.Name(number).removeprefix("ERROR_KIND_")
-    kind = ErrorKind[name] if name in ErrorKind.__members__ else ErrorKind.INTERNAL
-    retry_after_s = detail.retry_after_ms / 1e3 if detail.retry_after_ms else None
-    return BatonError(kind, detail.message, param=detail.param or None, retry_after_s=retry_after_s)
-
-
-class RpcStatus(NamedTuple):
-    """Arguments of ServicerContext.abort."""
-
-    code: grpc.StatusCode
-    details: str
-    trailing_metadata: tuple[tuple[str, bytes], ...]
-
-
-def error_to_status(error: BatonError) -> RpcStatus:
-    code = error.row.grpc_status
-    packed = any_pb2.Any()
-    packed.Pack(error_to_proto(error))
-    status = status_pb2.Status(code=code.value[0], message=error.message, details=[packed])
-    return RpcStatus(code, error.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
-
-
-def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> BatonError:
-    """What the peer said; LEASE_LOST where it could not say anything."""
-    for key, value in error.trailing_metadata() or ():
-        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-            detail = common_pb2.ErrorDetail()
-            status = status_pb2.Status.FromString(value)
-            if status.details and status.details[0].Unpack(detail):
-                return error_from_proto(detail)
-    return BatonError(ErrorKind.LEASE_LOST, f"lost {peer}: {error.code().name}: {error.details()}")
 
 
 def _sender_frame_to_proto(frame: SenderFrame) -> pb.SenderFrame:
@@ -222,7 +175,6 @@ def _written_from_proto(message: pb.SlotWritten) -> SlotWritten:
 
 def _commit_to_proto(frame: CommitTransfer) -> pb.CommitTransfer:
     manifest, handoff = frame.manifest, frame.handoff
-    reason = handoff.finish_reason
     return pb.CommitTransfer(
         transfer_id=frame.transfer_id,
         num_pieces=manifest.num_pieces,
@@ -230,7 +182,7 @@ def _commit_to_proto(frame: CommitTransfer) -> pb.CommitTransfer:
         checksum_sum=manifest.checksum_sum,
         num_computed_tokens=handoff.num_computed_tokens,
         first_token_id=handoff.first_token_id,
-        finish_reason=common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name if reason else 'UNSPECIFIED'}"),
+        finish_reason=finish_reason_to_proto(handoff.finish_reason),
     )
 
 
@@ -238,8 +190,7 @@ def _commit_from_proto(message: pb.CommitTransfer) -> CommitTransfer | None:
     """None for a finish reason that this version does not know: to go on decoding would be wrong."""
     if message.finish_reason not in common_pb2.FinishReason.values():
         return None
-    name = common_pb2.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_")
-    reason = FinishReason[name] if name in FinishReason.__members__ else None
+    reason = finish_reason_from_proto(message.finish_reason)
     manifest = Manifest(message.num_pieces, message.num_bytes, message.checksum_sum)
     handoff = Handoff(message.num_computed_tokens, message.first_token_id, reason)
     return CommitTransfer(message.transfer_id, manifest, handoff)

@@ -223,7 +223,7 @@ class IncomingTransfer:
 
     def _stats(self) -> TransferStats:
         now = self._clock()
-        return TransferStats(now - (now if self._started_at is None else self._started_at), self._num_bytes)
+        return TransferStats(now - (now if self._started_at is None else self._started_at), self._num_bytes, now)
 
     def _corrupt(self, what: str) -> None:
         error = BatonError(ErrorKind.CORRUPT_KV, f"transfer {self.transfer_id}: {what}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -121,11 +122,10 @@ class Outgoing:
         self._call(lambda: self.callbacks.on_end(result))
 
     def stats(self, now: float) -> TransferStats:
-        return TransferStats(now - (now if self.started_at is None else self.started_at), self.bytes_put)
+        return TransferStats(now - (now if self.started_at is None else self.started_at), self.bytes_put, now)
 
-    def _call(self, callback: object) -> None:
+    def _call(self, callback: Callable[[], None]) -> None:
         try:
-            if callable(callback):
-                callback()
+            callback()
         except Exception:
             log.exception("a transfer's callback failed", transfer_id=self.transfer_id)

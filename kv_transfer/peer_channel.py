@@ -20,6 +20,7 @@ from baton.transfer.v1 import transfer_pb2 as pb
 from baton.transfer.v1 import transfer_pb2_grpc
 from common.errors import BatonError, ErrorKind
 from common.kvcache.layout import KvStore
+from common.rpc.convert import error_from_rpc
 from common.telemetry import get_logger
 from kv_transfer import convert
 from kv_transfer.frames import Heartbeat, Hello, SenderFrame, Welcome
@@ -167,7 +168,7 @@ class PeerChannel:
         except BatonError as error:
             return error
         except grpc.aio.AioRpcError as error:
-            return convert.error_from_rpc(error, self._name)
+            return error_from_rpc(error, self._name)
         except TimeoutError:
             return self._lost_error(f"no answer to Hello within {self._parts.lease_s} s")
         except (TransportError, ValueError) as error:
@@ -217,7 +218,7 @@ class PeerChannel:
             if self._broken.done():
                 return self._broken.result()
             if reader.done() and isinstance(error := reader.exception(), grpc.aio.AioRpcError):
-                return convert.error_from_rpc(error, self._name)
+                return error_from_rpc(error, self._name)
             return self._lost_error("its transfer channel was closed")
         finally:
             reader.cancel()

@@ -11,6 +11,7 @@ import grpc
 from baton.transfer.v1 import transfer_pb2 as pb
 from baton.transfer.v1 import transfer_pb2_grpc
 from common.errors import BatonError, ErrorKind
+from common.rpc.convert import error_to_status
 from common.telemetry import get_logger
 from kv_transfer import convert
 from kv_transfer.frames import Hello, ReceiverFrame, SenderFrame, Welcome
@@ -49,8 +50,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
         try:
             await channel.serve(context, self._gate)
         except BatonError as error:
-            status = convert.error_to_status(error)
-            await context.abort(status.code, status.details, status.trailing_metadata)
+            await context.abort(*error_to_status(error))
         finally:
             self._gate.channel_done(channel)
 

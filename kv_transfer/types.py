@@ -7,7 +7,7 @@ Ownership. The sequence that a transfer belongs to owns its blocks and frees the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import BatonError
@@ -66,10 +66,12 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """seconds: first piece to commit; num_bytes: payload put, resends included."""
+    """seconds: first piece to commit; num_bytes: payload put, resends included. ended_at: when it was committed,
+    monotonic seconds of this process."""
 
     seconds: float
     num_bytes: int
+    ended_at: float = field(default=0.0, compare=False)
 
 
 class OutgoingTransfer(Protocol):

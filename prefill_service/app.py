@@ -11,7 +11,7 @@ from common.kvcache.prefix_cache import PrefixCache
 from common.worker.binding import bind
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
 from common.worker.loading import LoadedModel, load
-from common.worker.metrics import TransferTotals
+from kv_transfer.metrics import SenderCollector
 from kv_transfer.sender import KvSender
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_worker import UcxSettings, net_devices_for
@@ -48,7 +48,7 @@ async def serve(
                 runner=loaded.runner,
                 inbox=inbox,
                 services=(),
-                transfer_totals=lambda: _totals(sender),
+                transfer_metrics=SenderCollector(sender.stats, settings.landing_slots),
                 close_transfers=sender.close,
             )
             await WorkerHost(binding, parts, check_when_idle=check_when_idle).serve(stop, on_ready)
@@ -70,8 +70,3 @@ def _make_sender(settings: Settings, loaded: LoadedModel, identity: WorkerIdenti
         staging_slot_bytes=settings.landing_slot_bytes,
         lease_s=settings.transfer_lease_s,
     )
-
-
-def _totals(sender: KvSender) -> TransferTotals:
-    stats = sender.stats()
-    return TransferTotals(stats.bytes_sent, stats.failed)

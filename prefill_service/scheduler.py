@@ -130,6 +130,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             sequence.outgoing.push(block_ids)
 
     def _after_chunk(self, sequence: PrefillSequence, token_id: int | None, now: float) -> None:
+        sequence.note_chunk(now)
         if token_id is None:
             self._push_blocks(sequence, sequence.num_computed_tokens // self._config.block_size)
             return
@@ -154,7 +155,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         if sequence.status == SequenceStatus.RUNNING:
             self._running.remove(sequence)
         if isinstance(result, TransferStats):
-            sequence.transfer_s, sequence.transfer_bytes = result.seconds, result.num_bytes
+            sequence.note_transfer(result)
         error = result if isinstance(result, BatonError) else None
         if sequence.given_up:
             error = sequence.error

@@ -2,7 +2,7 @@
 
 registry ─► fleet ─► placer ─► dispatcher ─► gateway: HTTP, gRPC
               ▲                    │
-prefix index ─┴────────────────────┘      metrics look at fleet and dispatcher
+prefix index ─┴────────────────────┘      metrics look at fleet and dispatcher; observers hear of every request's end
 
 SIGTERM   unready, no new work ─ shutdown_grace_s ─► streams that still run end with an error frame ─► exit
 """
@@ -27,17 +27,22 @@ from common.config import Settings
 from common.errors import BatonError, ErrorKind, StartupError
 from common.tasks import end_task
 from common.telemetry import get_logger
+from common.tracing import SpanSink, TraceSampler, open_sink
 from router.cluster.fleet import Fleet
 from router.cluster.prefix_index import PrefixIndex
 from router.cluster.registry import ModelIdentity, RegistryWatcher
+from router.cluster_metrics import ClusterCollector
 from router.dispatcher import Dispatcher
 from router.gateway.grpc_api import InferenceServicer
 from router.gateway.http import build_app
 from router.gateway.state import GatewayState, ServedModel
 from router.metrics import RouterMetrics
+from router.observers import Observers
 from router.placer import Placer
+from router.request_trace import RequestTracer
 from router.served_model import load_served_model
 from router.servers import GrpcServer, HttpServer
+from router.timeline import Timeline
 
 # For answers that were failed at the end of the grace period to reach their clients.
 LAST_WORDS_S: Final = 1.0
@@ -45,6 +50,9 @@ REDIS_CONNECTIONS: Final = 16
 REDIS_CONNECT_S: Final = 1.0
 ENCODER_THREADS: Final = 2
 HEALTH_REFRESH_S: Final = 1.0
+# For the last spans: what is left of the grace, within these bounds. A collector that answers needs neither.
+MIN_TRACE_FLUSH_S: Final = 0.2
+MAX_TRACE_FLUSH_S: Final = 1.0
 
 _log = get_logger(__name__)
 
@@ -86,16 +94,24 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(redis.aclose, close_connection_pool=True)
         executor = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
         stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-        metrics = RouterMetrics()
+        sink = await asyncio.to_thread(open_sink, settings, "router", f"router-{transfer_prefix}")
+        if sink is not None:
+            stack.callback(sink.close, 0.0)  # where the start fails; else it is closed by then
+        metrics, timeline = RouterMetrics(), Timeline(settings.timeline_entries)
+        tracer = None if sink is None else RequestTracer(sink, model.name, settings.dial_host, settings.port)
+        observers = Observers(metrics, timeline, tracer)
         fleet = Fleet(f"router-{transfer_prefix}", time.monotonic)
         stack.push_async_callback(fleet.close)
         index = PrefixIndex(redis, time.monotonic)
         placer = Placer(fleet, index, settings.cluster, settings.block_size, time.monotonic)
-        dispatcher = Dispatcher(placer, metrics, settings.max_waiting, transfer_prefix, time.monotonic)
-        metrics.watch(fleet, dispatcher)
-        state = GatewayState(settings, model, dispatcher, fleet, metrics, executor, time.monotonic)
+        dispatcher = Dispatcher(placer, observers, settings.max_waiting, transfer_prefix, time.monotonic)
+        sampler = TraceSampler(exporting=sink is not None, sample_ratio=settings.trace_sample_ratio)
+        state = GatewayState(
+            settings, model, dispatcher, fleet, metrics, observers, timeline, sampler, executor, time.monotonic
+        )
         identity = ModelIdentity(model.fingerprint, settings.block_size)
         watcher = RegistryWatcher(redis, settings.cluster, identity, fleet.apply_records)
+        metrics.watch(ClusterCollector(fleet, dispatcher, watcher, index, time.monotonic))
 
         http = HttpServer(build_app(state), settings.host, settings.port, settings.shutdown_grace_s + LAST_WORDS_S)
         stack.callback(http.close)
@@ -103,15 +119,18 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         await grpc_server.start()
         http.start()
         stack.push_async_callback(end_task, asyncio.create_task(watcher.run(), name="registry"))
-        stack.push_async_callback(_drain, dispatcher, http, grpc_server, settings.shutdown_grace_s)
+        stack.push_async_callback(_drain, dispatcher, http, grpc_server, sink, settings.shutdown_grace_s)
         health = asyncio.create_task(_follow_readiness(state, grpc_server), name="health")
         stack.push_async_callback(end_task, health)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         yield RunningRouter(f"http://{host}:{http.port}", f"{host}:{grpc_server.port}", model, fleet, dispatcher)
 
 
-async def _drain(dispatcher: Dispatcher, http: HttpServer, grpc_server: GrpcServer, grace_s: float) -> None:
-    """Requests that run may finish within grace_s; those that don't, fail with DRAINING."""
+async def _drain(
+    dispatcher: Dispatcher, http: HttpServer, grpc_server: GrpcServer, sink: SpanSink | None, grace_s: float
+) -> None:
+    """Requests that run may finish within grace_s; those that don't, fail with DRAINING. Spans go in what is left."""
+    grace_ends = time.monotonic() + grace_s
     error = BatonError(ErrorKind.DRAINING, "the router is shutting down; try again elsewhere", retry_after_s=1.0)
     dispatcher.refuse_new(error)
     await grpc_server.set_serving(False)
@@ -121,6 +140,9 @@ async def _drain(dispatcher: Dispatcher, http: HttpServer, grpc_server: GrpcServ
     dispatcher.fail_all(error)
     await http.wait_stopped()
     await grpc_stopped
+    if sink is not None:
+        flush_s = min(MAX_TRACE_FLUSH_S, max(MIN_TRACE_FLUSH_S, grace_ends - time.monotonic()))
+        await asyncio.to_thread(sink.close, flush_s)
 
 
 async def _follow_readiness(state: GatewayState, grpc_server: GrpcServer) -> None:
@@ -148,5 +170,5 @@ def _redis(settings: Settings) -> Redis:
             retry=Retry(NoBackoff(), 1),
         )
     except ValueError as error:
-        raise StartupError(f"redis_url is not understood: {error}") from None
+        raise StartupError(f"redis_url is not understood: {error}; write redis://HOST:6379 or unix:///PATH") from None
     return Redis(connection_pool=pool)

@@ -83,6 +83,11 @@ class Dispatcher:
         run.start()
         return run
 
+    def find(self, request_id: str) -> list[RequestRun]:
+        """Those in flight under the client's id, which need not be unique; oldest first. Looks through all."""
+        runs = [run for run in self._in_flight if run.spec.request_id == request_id]
+        return sorted(runs, key=lambda run: run.spec.received_at)
+
     def refuse_new(self, error: BatonError) -> None:
         """From now on every submit raises `error`; what runs goes on."""
         self._refusal = error

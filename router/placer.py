@@ -23,12 +23,14 @@ class WorkerPair:
     """prefill None: the decode worker computes the prompt.
 
     uncached_prefill_tokens: tokens that the computing side lacks. new_decode_blocks: blocks that decode must find.
+    predicted_cached_tokens: what the computing side was thought to reuse; None where the index was not asked.
     """
 
     prefill: WorkerSession | None
     decode: WorkerSession
     uncached_prefill_tokens: int
     new_decode_blocks: int
+    predicted_cached_tokens: int | None = None
 
     @property
     def worker_ids(self) -> list[str]:
@@ -85,12 +87,17 @@ class Placer:
             decode=decode,
             uncached_prefill_tokens=max(0, request.num_tokens - prefill_cached),
             new_decode_blocks=-(-new_decode_tokens // self._block_size),
+            predicted_cached_tokens=min(prefill_cached, self._reusable_tokens(request)) if cached else None,
         )
 
+    def _reusable_tokens(self, request: PlacementRequest) -> int:
+        """Who computes a prompt computes its last token, whatever is cached: its logits are needed."""
+        return (request.num_tokens - 1) // self._block_size * self._block_size
+
     async def _cached_tokens(self, packed_hashes: bytes) -> dict[str, int]:
-        """worker_id → cached prompt tokens, for all that could be chosen; empty where there is nothing to choose."""
+        """worker_id → cached prompt tokens, for all that could be chosen; empty where there is nothing to choose by."""
         prefills, decodes = self._fleet.usable("prefill"), self._fleet.usable("decode")
-        if len(prefills) <= 1 and len(decodes) <= 1:
+        if not packed_hashes or (len(prefills) <= 1 and len(decodes) <= 1):
             return {}
         records = [s.record for s in (*prefills, *decodes)]
         keys = [blocks_key(self._cluster, r.worker_id, r.epoch) for r in records]

@@ -62,7 +62,7 @@ class RequestRun:
         self._context = context
         self._notify = notify
         self._loop = asyncio.get_running_loop()
-        self._facts = RequestFacts(spec)
+        self._facts = RequestFacts(spec, context.clock())
         self._merger = TokenMerger(spec.sampling.max_tokens)
         self._num_taken = 0
         self._end: End | None = None
@@ -106,14 +106,21 @@ class RequestRun:
         if self.state not in TERMINAL:
             self._terminate(RequestState.FAILED, error, error.kind)
 
+    def look(self) -> RequestRecord:
+        """Where it stands, while it runs."""
+        num_tokens = len(self._merger.token_ids)
+        return self._facts.record("running", self.state, num_tokens, self._context.clock(), None)
+
     # -- an attempt
 
     def _begin_attempt(self) -> None:
         self._attempt += 1
         self._base = len(self._merger.token_ids)
+        self._facts.begin_attempt(self._base)
         self._dispatch = asyncio.create_task(self._place_and_open())
 
     async def _place_and_open(self) -> None:
+        self._facts.attempt.placing_at = self._context.clock()
         try:
             pair = await self._place()
             if self.state in TERMINAL:  # redis-py can lose a cancellation; see common/tasks.py
@@ -124,7 +131,7 @@ class RequestRun:
             self._dispatch = None
             self.fail(error)
         except Exception:
-            _log.exception("placement failed", request_id=self.spec.request_id)
+            _log.exception("placement failed", **self._log_ids())
             self._dispatch = None
             self.fail(BatonError(ErrorKind.INTERNAL, "the router failed to place the request"))
 
@@ -143,6 +150,11 @@ class RequestRun:
         self._decode = Leg(self, "decode", pair.decode, transfer_id)
         self._prefill = None if pair.prefill is None else Leg(self, "prefill", pair.prefill, transfer_id)
         computing = self._prefill or self._decode
+        attempt = self._facts.attempt
+        attempt.placed_at = self._context.clock()
+        attempt.transfer_id, attempt.decode_id = transfer_id, self._decode.worker_id
+        attempt.prefill_id = "" if self._prefill is None else self._prefill.worker_id
+        attempt.predicted_cached_tokens = pair.predicted_cached_tokens
         for leg in self._legs():
             try:
                 leg.subscribe(
@@ -168,6 +180,7 @@ class RequestRun:
             hash_seed=spec.hash_seed,
             sampling=spec.sampling,
             timeout_ms=max(1, int((spec.deadline - self._context.clock()) * 1000)),
+            traceparent="" if spec.trace is None else spec.trace.traceparent,
         )
 
     # -- what the legs tell
@@ -184,18 +197,20 @@ class RequestRun:
             return
         if self.state is RequestState.PREFILLING:
             self._move(RequestState.DECODING)
+            self._facts.attempt.first_token_at = self._context.clock()
         self._notify()
         if self._finish is not None:
             self._check_finish()
 
     def on_news(self, leg: Leg, news: LegNews) -> None:
+        now = self._context.clock()
         if leg.role == "decode":
-            self._facts.note_decode(news)
+            self._facts.note_decode(news, now)
         if news.error is not None:
             self._on_failure(leg, news.error)
             return
         if leg is (self._prefill or self._decode):
-            self._facts.note_prefill(news)
+            self._facts.note_prefill(news, now)
         reason = news.finish_reason
         if reason is FinishReason.ABORT:
             self._on_failure(leg, BatonError(ErrorKind.DRAINING, "the worker gave the sequence up"))
@@ -219,14 +234,18 @@ class RequestRun:
             return
         if self._has_all_tokens():
             self._finish_now()
-        elif error.kind in RETRYABLE and self._attempt < MAX_ATTEMPTS:
+            return
+        self._facts.note_failure(error, blamed, self._context.clock())
+        if error.kind in RETRYABLE and self._attempt < MAX_ATTEMPTS:
             self._retry(error, blamed)
         else:
             self.fail(_public_error(error, self._attempt))
 
     def _retry(self, error: BatonError, blamed: set[str]) -> None:
-        about = {"request_id": self.spec.request_id, "attempt": self._attempt, "workers": sorted(blamed)}
-        _log.info("request is tried again", reason=str(error.kind), detail=error.message, **about)
+        about = {"attempt": self._attempt, "workers": sorted(blamed), "phase": str(self.state)}
+        tokens = len(self._merger.token_ids)
+        ids = {**self._log_ids(), "transfer_id": self._facts.attempt.transfer_id}
+        _log.info("request is tried again", **ids, kind=str(error.kind), message=error.message, tokens=tokens, **about)
         self._failed |= blamed
         self._close_legs(abort=True)
         self._merger.restart()
@@ -276,6 +295,7 @@ class RequestRun:
 
     def _terminate(self, state: RequestState, end: End, outcome: str, num_tokens: int | None = None) -> None:
         """The only way out: every timer, task, leg and share of load is given back here."""
+        phase = self.state
         self._move(state)
         self._end = end
         self._deadline_timer.cancel()
@@ -287,8 +307,13 @@ class RequestRun:
         regular = state is RequestState.FINISHED and self._finish is not None
         self._close_legs(abort=not regular)
         count = len(self._merger.token_ids) if num_tokens is None else num_tokens
-        self._context.on_end(self, self._facts.record(str(outcome), count, self._context.clock()))
+        error = end if isinstance(end, BatonError) else None
+        self._context.on_end(self, self._facts.record(str(outcome), phase, count, self._context.clock(), error))
         self._notify()
+
+    def _log_ids(self) -> dict[str, str]:
+        ids = {"request_id": self.spec.request_id}
+        return ids if self.spec.trace is None else {**ids, "trace_id": self.spec.trace.trace_id}
 
     def _legs(self) -> list[Leg]:
         return [leg for leg in (self._decode, self._prefill) if leg is not None]

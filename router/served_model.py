@@ -27,11 +27,13 @@ def load_served_model(settings: Settings) -> ServedModel:
             f"max_model_len is {settings.max_model_len}, but the model's context is {config.max_position_embeddings}: "
             "lower it or leave it out"
         )
+    max_model_len = settings.max_model_len or config.max_position_embeddings
     return ServedModel(
         name=settings.served_model_name or folder.name,
         fingerprint=model_fingerprint(folder),
         created=int(time.time()),
-        max_model_len=settings.max_model_len or config.max_position_embeddings,
+        max_model_len=max_model_len,
+        max_prompt_chars=max_model_len * tokenizer.longest_token_chars,
         vocab_size=config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         block_size=settings.block_size,

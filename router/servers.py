@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import StartupError
 from router.gateway.grpc_api import InferenceServicer
+from router.http_protocol import BoundedHttpProtocol
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
@@ -62,7 +63,7 @@ class HttpServer:
         self._socket = _bind(host, port, "--port")
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             backlog=BACKLOG,

@@ -1,12 +1,17 @@
-"""What the gateway hands inwards, and what comes back: no field is optional, nothing is checked again past here."""
+"""What the gateway hands inwards, and what comes back: nothing is checked again past here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from common.errors import BatonError
 from common.sampling_params import FinishReason, SamplingParams
+from common.tracing import TraceContext
+
+# What a client asked for, in OpenTelemetry's words.
+Operation = Literal["chat", "text_completion"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +20,8 @@ class GenerationSpec:
 
     request_id: the client's, for logs only. prompt_token_ids: not empty, inside the vocabulary, shorter than the
     context. stop: strings that end the text. hash_seed: 16 bytes; packed_hashes: the prompt's chain of block hashes,
-    joined. received_at: monotonic seconds; deadline = received_at + timeout_s.
+    joined. received_at: monotonic seconds; deadline = received_at + timeout_s. trace: of the request's root span; None
+    where it belongs to no trace.
     """
 
     request_id: str
@@ -26,6 +32,8 @@ class GenerationSpec:
     packed_hashes: bytes
     received_at: float
     timeout_s: float
+    operation: Operation = "text_completion"
+    trace: TraceContext | None = None
 
     @property
     def deadline(self) -> float:

@@ -20,7 +20,7 @@ class SequenceSpec:
 
     transfer_id: ours, never reused. request_id: the client's, for logs only. token_ids: the prompt, then what was
     emitted before a migration. hash_seed: 16 bytes, parent of the first block's hash. deadline: monotonic seconds of
-    this process.
+    this process. traceparent: W3C trace context, "" where there is none.
     """
 
     transfer_id: str
@@ -30,6 +30,7 @@ class SequenceSpec:
     hash_seed: bytes
     sampling: SamplingParams
     deadline: float
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,15 @@ class Timings:
     """Seconds of one leg, monotonic differences of this process; 0 where a part did not happen.
 
     queue_s: arrival to first step (or grant of the reservation). prefill_s: first step to first token.
-    transfer_s: first block sent to commit. decode_s: first decode step to the end.
+    transfer_s: first block sent to commit. overlap_s: its part that lay before the first token, known to the sender.
+    decode_s: first decode step to the end.
     """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     transfer_bytes: int = 0
+    overlap_s: float = 0.0
     decode_s: float = 0.0
 
 
@@ -121,7 +124,8 @@ class Timings:
 class LegOutput:
     """News of one sequence. leg_ended: the last of this leg, whatever the cause; its blocks are released.
 
-    first_index: index in the whole output of the first of token_ids. num_cached_tokens, timings: in the last only.
+    first_index: index in the whole output of the first of token_ids. num_cached_tokens: in a prefill leg's first token
+    and in every leg's last. timings: in the last only.
     """
 
     transfer_id: str
@@ -132,6 +136,51 @@ class LegOutput:
     num_cached_tokens: int = 0
     timings: Timings | None = None
     leg_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLeg:
+    """For logs and traces, where a leg failed or is traced. Stamps are monotonic seconds of this process.
+
+    phase: where it ended. transferred_at: commit, at either end. chunks: (end, tokens computed by then) of each chunk
+    of a traced prompt. error None and aborted: its router gave it up.
+    """
+
+    request_id: str
+    transfer_id: str
+    traceparent: str
+    phase: str
+    error: BatonError | None
+    aborted: bool
+    num_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    arrived_at: float
+    ended_at: float
+    started_at: float | None = None
+    first_token_at: float | None = None
+    decode_started_at: float | None = None
+    transferred_at: float | None = None
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    chunks: tuple[tuple[float, int], ...] = ()
+
+    @classmethod
+    def refused(cls, spec: SequenceSpec, error: BatonError, now: float) -> EndedLeg:
+        """It never became a sequence."""
+        return cls(
+            request_id=spec.request_id,
+            transfer_id=spec.transfer_id,
+            traceparent=spec.traceparent,
+            phase="refused",
+            error=error,
+            aborted=False,
+            num_tokens=len(spec.token_ids),
+            num_output_tokens=len(spec.token_ids) - spec.num_prompt_tokens,
+            num_cached_tokens=0,
+            arrived_at=now,
+            ended_at=now,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +220,26 @@ class OwnerNews:
 
 
 @dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one step computed. num_prefill_tokens: of chunks, recomputed ones included. num_decode_tokens: of sequences
+    that have had a first token, one each.
+    """
+
+    num_sequences: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineNews:
-    """All that one round of the engine's loop brought about. step_s: None where no step ran."""
+    """All that one round of the engine's loop brought about. step_s, step_shape: None where no step ran.
+
+    ended_legs: those that failed or are traced, and no others.
+    """
 
     by_owner: dict[int, OwnerNews]
     load: LoadReport
     cache_changes: CacheChanges | None
     step_s: float | None
+    ended_legs: tuple[EndedLeg, ...] = ()
+    step_shape: StepShape | None = None

@@ -19,11 +19,13 @@ from common.engine.messages import (
     AbortOwnerCommand,
     Command,
     DrainCommand,
+    EndedLeg,
     EngineNews,
     LegOutput,
     LoadReport,
     OwnerNews,
     SequenceSpec,
+    StepShape,
     TransferEvent,
 )
 from common.engine.sequence import Sequence, SequenceStatus, check_spec
@@ -71,7 +73,9 @@ class SequenceScheduler(ABC, Generic[S]):
         # No sequence's deadline is earlier; it may be early itself, once its sequence has ended.
         self._earliest_deadline = inf
         self._step: list[tuple[S, ScheduledSequence]] = []
+        self._step_shape: StepShape | None = None
         self._by_owner: dict[int, OwnerNews] = {}
+        self._ended_legs: list[EndedLeg] = []
         self._changed = False
         self._prefix_queries_total = 0
         self._prefix_hits_total = 0
@@ -119,6 +123,7 @@ class SequenceScheduler(ABC, Generic[S]):
     def schedule(self, now: float) -> list[ScheduledSequence]:
         """Decide on the next step. Empty: there is nothing to do before the next command or event."""
         self._step = self._plan_step(now)
+        self._step_shape = _shape_of(self._step) if self._step else None
         return [scheduled for _, scheduled in self._step]
 
     def complete(self, token_ids: ListOf[int | None], now: float) -> None:
@@ -149,7 +154,10 @@ class SequenceScheduler(ABC, Generic[S]):
             return None
         self._changed = False
         by_owner, self._by_owner = self._by_owner, {}
-        return EngineNews(by_owner, self._load_report(), self._cache.take_changes(), step_s)
+        ended_legs = tuple(self._ended_legs)
+        self._ended_legs.clear()
+        shape = None if step_s is None else self._step_shape
+        return EngineNews(by_owner, self._load_report(), self._cache.take_changes(), step_s, ended_legs, shape)
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises RuntimeError naming the first fault."""
@@ -197,6 +205,7 @@ class SequenceScheduler(ABC, Generic[S]):
         error = self._refusal(spec)
         if error is not None:
             self._emit(owner, LegOutput(spec.transfer_id, error=error, leg_ended=True))
+            self._ended_legs.append(EndedLeg.refused(spec, error, now))
             return None
         sequence = make(spec, owner, self._next_arrival, now, self._config.block_size)
         self._next_arrival += 1
@@ -269,8 +278,12 @@ class SequenceScheduler(ABC, Generic[S]):
         token_ids: the last of its tokens, which no frame has carried yet.
         """
         self._release_blocks(sequence)
+        phase = sequence.status
         sequence.move_to(SequenceStatus.FINISHED)
         del self._sequences[sequence.transfer_id]
+        if error is not None or sequence.traceparent:
+            aborted = finish_reason is FinishReason.ABORT
+            self._ended_legs.append(sequence.ended_leg(now, phase, error, aborted=aborted))
         output = LegOutput(
             transfer_id=sequence.transfer_id,
             first_index=sequence.num_output_tokens - len(token_ids),
@@ -311,3 +324,12 @@ class SequenceScheduler(ABC, Generic[S]):
     def _drop(self) -> None:
         """A late, duplicate or unknown event: counted, never asserted on."""
         self._num_dropped_events_total += 1
+
+
+def _shape_of(step: ListOf[tuple[Sequence, ScheduledSequence]]) -> StepShape:
+    num_tokens = num_decodes = 0
+    for sequence, scheduled in step:
+        num_new = len(scheduled.token_ids)
+        num_tokens += num_new
+        num_decodes += num_new == 1 and sequence.decode_started_at is not None
+    return StepShape(len(step), num_tokens - num_decodes, num_decodes)

@@ -12,11 +12,15 @@ from enum import StrEnum
 from typing import Final
 
 from common.engine.batch import ScheduledSequence
-from common.engine.messages import SequenceSpec, Timings
+from common.engine.messages import EndedLeg, SequenceSpec, Timings
 from common.errors import BatonError, ErrorKind, invalid
 from common.kvcache.block_hash import HASH_BYTES, chain_hashes
 from common.kvcache.block_table import BlockTable
 from common.sampling_params import FinishReason
+from kv_transfer.types import TransferStats
+
+# Of the chunks of a traced prompt, these first ones are told apart.
+MAX_CHUNKS_TOLD: Final = 128
 
 
 class SequenceStatus(StrEnum):
@@ -51,6 +55,7 @@ class Sequence:
         "block_hashes",
         "block_size",
         "block_table",
+        "chunks",
         "deadline",
         "decode_started_at",
         "first_token_at",
@@ -65,9 +70,11 @@ class Sequence:
         "started_at",
         "status",
         "token_ids",
+        "traceparent",
         "transfer_bytes",
         "transfer_id",
         "transfer_s",
+        "transferred_at",
     )
 
     def __init__(self, spec: SequenceSpec, owner: int, arrival: int, arrived_at: float, block_size: int) -> None:
@@ -94,6 +101,10 @@ class Sequence:
         self.decode_started_at: float | None = None
         self.transfer_s = 0.0
         self.transfer_bytes = 0
+        self.transferred_at: float | None = None
+        self.traceparent = spec.traceparent
+        # (end, tokens computed by then) of each chunk; kept where the request is traced.
+        self.chunks: list[tuple[float, int]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +138,13 @@ class Sequence:
             output_index=self.num_output_tokens,
         )
 
+    def note_chunk(self, now: float) -> None:
+        if self.traceparent and len(self.chunks) < MAX_CHUNKS_TOLD:
+            self.chunks.append((now, self.num_computed_tokens))
+
+    def note_transfer(self, stats: TransferStats) -> None:
+        self.transfer_s, self.transfer_bytes, self.transferred_at = stats.seconds, stats.num_bytes, stats.ended_at
+
     def extend_hashes(self) -> None:
         """Bring block_hashes up to all full blocks of token_ids. O(new tokens)."""
         done = len(self.block_hashes)
@@ -150,7 +168,37 @@ class Sequence:
             prefill_s=0.0 if self.first_token_at is None else self.first_token_at - started,
             transfer_s=self.transfer_s,
             transfer_bytes=self.transfer_bytes,
+            overlap_s=self._overlap_s(),
             decode_s=0.0 if self.decode_started_at is None else now - self.decode_started_at,
+        )
+
+    def _overlap_s(self) -> float:
+        if self.first_token_at is None or self.transferred_at is None:
+            return 0.0
+        before_first_token = self.first_token_at - (self.transferred_at - self.transfer_s)
+        return min(max(0.0, before_first_token), self.transfer_s)
+
+    def ended_leg(self, now: float, phase: SequenceStatus, error: BatonError | None, *, aborted: bool) -> EndedLeg:
+        """phase: the status that the end came upon."""
+        return EndedLeg(
+            request_id=self.request_id,
+            transfer_id=self.transfer_id,
+            traceparent=self.traceparent,
+            phase=phase,
+            error=error,
+            aborted=aborted,
+            num_tokens=len(self.token_ids),
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            arrived_at=self.arrived_at,
+            ended_at=now,
+            started_at=self.started_at,
+            first_token_at=self.first_token_at,
+            decode_started_at=self.decode_started_at,
+            transferred_at=self.transferred_at,
+            transfer_s=self.transfer_s,
+            transfer_bytes=self.transfer_bytes,
+            chunks=tuple(self.chunks),
         )
 
 

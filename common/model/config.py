@@ -50,7 +50,6 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
     tie_word_embeddings: bool
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     stored_dtype: str
 
@@ -82,7 +81,6 @@ def load_model_config(folder: Path) -> ModelConfig:
         )
     max_position_embeddings = keys.positive("max_position_embeddings")
     theta, scaling = _rope(keys, max_position_embeddings)
-    bos = keys.token_ids("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         num_layers=keys.positive("num_hidden_layers"),
@@ -97,7 +95,6 @@ def load_model_config(folder: Path) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
-        bos_token_id=bos[0] if bos else None,
         eos_token_ids=_eos_token_ids(keys, folder),
         stored_dtype=_stored_dtype(keys),
     )

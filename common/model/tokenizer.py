@@ -41,6 +41,11 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def longest_token_chars(self) -> int:
+        """Of any token as the vocabulary spells it: n tokens never hold more text than n times this."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """config.json's and generation_config.json's, or, where neither names any, tokenizer_config.json's."""
         return self._eos_token_ids

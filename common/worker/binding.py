@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from common.config import Settings
+from common.metrics import new_registry
 from common.registry import Role
 from common.worker.grpc_server import GrpcServer
 from common.worker.info import WorkerInfo, new_epoch
@@ -35,7 +36,7 @@ class Binding:
 async def bind(settings: Settings, role: Role, loaded: LoadedModel) -> Binding:
     """Raises StartupError where a port can't be had."""
     server = GrpcServer(settings.host, settings.grpc_port)
-    registry = CollectorRegistry()
+    registry = new_registry()
     try:
         metrics_server = MetricsServer(settings.host, settings.metrics_port, registry)
     except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.common.v1 import common_pb2
 from baton.worker.v1 import worker_pb2
 from common.engine.messages import (
     AbortCommand,
@@ -18,12 +17,11 @@ from common.engine.messages import (
     SequenceSpec,
     Timings,
 )
-from common.sampling_params import FinishReason, SamplingParams
+from common.rpc.convert import error_to_proto, finish_reason_to_proto
+from common.sampling_params import SamplingParams
 from common.worker.info import WorkerInfo
-from kv_transfer.convert import error_to_proto
 from kv_transfer.types import TransferTarget, WorkerIdentity
 
-_REASONS: Final = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
@@ -63,6 +61,7 @@ def _spec_from_proto(spec: worker_pb2.SequenceSpec, now: float, max_timeout_s: f
             stop_token_ids=tuple(sampling.stop_token_ids),
         ),
         deadline=now + min(spec.timeout_ms / 1e3, max_timeout_s),
+        traceparent=spec.traceparent,
     )
 
 
@@ -120,10 +119,11 @@ def _output_to_proto(output: LegOutput) -> worker_pb2.SequenceOutput:
     )
     # What follows is rare: nearly all frames are a token and nothing else.
     if output.finish_reason is not None:
-        message.finish_reason = _REASONS[output.finish_reason]
+        message.finish_reason = finish_reason_to_proto(output.finish_reason)
+    if output.num_cached_tokens:
+        message.num_cached_tokens = output.num_cached_tokens
     if output.leg_ended:
         message.leg_ended = True
-        message.num_cached_tokens = output.num_cached_tokens
     if output.error is not None:
         message.error.CopyFrom(error_to_proto(output.error))
     if output.timings is not None:

@@ -16,16 +16,20 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from prometheus_client.registry import Collector
+
 from baton.worker.v1 import worker_pb2_grpc
 from common.engine.engine_thread import EngineThread, Inbox, Scheduler
 from common.engine.messages import DrainCommand, EngineNews
 from common.engine.runner import Runner
 from common.errors import StartupError
 from common.telemetry import get_logger
+from common.tracing import open_sink
 from common.worker.binding import Binding
 from common.worker.grpc_server import WORKER_SERVICE
 from common.worker.info import WorkerInfo
-from common.worker.metrics import TransferTotals, WorkerMetrics
+from common.worker.leg_reports import LegReporter
+from common.worker.metrics import WorkerMetrics
 from common.worker.registry_publisher import RegistryPublisher, connect
 from common.worker.session import SessionHub
 
@@ -35,6 +39,8 @@ WEDGED_AFTER_S: Final = 60.0
 ABORT_TIMEOUT_S: Final = 2.0
 GRPC_GRACE_S: Final = 0.2
 STAGE_TIMEOUT_S: Final = 10.0
+# For the last spans to reach a collector that answers.
+TRACE_FLUSH_S: Final = 0.3
 # For the supervisor: not a matter of settings, so a new start may help.
 ENGINE_FAILURE_EXIT: Final = 1
 
@@ -51,7 +57,7 @@ class WorkerParts:
     runner: Runner
     inbox: Inbox
     services: tuple[str, ...]
-    transfer_totals: Callable[[], TransferTotals]
+    transfer_metrics: Collector
     close_transfers: Callable[[], Awaitable[None]]
 
 
@@ -67,8 +73,10 @@ class WorkerHost:
         self._idle = asyncio.Event()
         self._redis = connect(settings.redis_url.get_secret_value())
         self._publisher = RegistryPublisher(self._redis, settings.cluster, info)
-        self._metrics = WorkerMetrics(binding.metrics_registry, info, parts.transfer_totals)
+        self._metrics = WorkerMetrics(binding.metrics_registry, info, parts.transfer_metrics)
         self._hub = SessionHub(info, parts.inbox, settings.request_timeout_s)
+        self._traces = open_sink(settings, info.role, info.worker_id)
+        self._leg_reporter = LegReporter(info.role, info.worker_id, self._traces)
         self._engine = EngineThread(
             parts.scheduler,
             parts.runner,
@@ -144,6 +152,8 @@ class WorkerHost:
         await self._stage("redis", self._redis.aclose())
         await self._stage("grpc", self._binding.server.stop(GRPC_GRACE_S))
         await self._stage("metrics", asyncio.to_thread(self._binding.metrics_server.close))
+        if self._traces is not None:
+            await self._stage("traces", asyncio.to_thread(self._traces.close, TRACE_FLUSH_S))
         _log.info("stopped")
 
     async def _drain(self) -> None:
@@ -171,6 +181,8 @@ class WorkerHost:
         self._metrics.on_news(news)
         if news.cache_changes is not None:
             self._publisher.on_changes(news.cache_changes)
+        if news.ended_legs:
+            self._leg_reporter.on_ended(news.ended_legs)
 
 
 @contextlib.contextmanager

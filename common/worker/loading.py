@@ -80,7 +80,8 @@ def context_limit(settings: Settings, config: ModelConfig, num_blocks: int) -> i
     """Raises StartupError where the KV cache is too small to be of use, or max_model_len more than the model's own."""
     if settings.max_model_len > config.max_position_embeddings:
         raise StartupError(
-            f"max_model_len {settings.max_model_len} is more than the model's {config.max_position_embeddings}"
+            f"max_model_len {settings.max_model_len} is more than the model's {config.max_position_embeddings}: "
+            "lower it or leave it out"
         )
     wanted = settings.max_model_len or config.max_position_embeddings
     limit = min(wanted, num_blocks * settings.block_size)

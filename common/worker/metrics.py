@@ -1,102 +1,141 @@
 """A worker's Prometheus metrics, in a registry of its own: nothing is global, nothing starts a server on import.
 
-State (running, waiting, blocks, totals) is read at scrape time from the engine's last load report; durations are
-observed when a leg ends, from its own timings. Labels have a closed set of values.
+State (running, waiting, blocks, totals) is read at scrape time from the engine's last load report and from the
+transfers' statistics; a step's figures are observed once a step, durations once a leg, from its own timings. Labels
+have a closed set of values, whose children are bound once. docs/METRICS.md lists all of it.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from common.engine.messages import EngineNews, LoadReport
-from common.errors import StartupError
+from common.engine.messages import EngineNews, LegOutput, LoadReport, StepShape, Timings
+from common.errors import ErrorKind, StartupError
+from common.metrics import RATIO_BUCKETS, REQUEST_SECONDS_BUCKETS, SECONDS_BUCKETS, SEQUENCES_BUCKETS, TOKENS_BUCKETS
+from common.registry import Role
+from common.sampling_params import FinishReason
 from common.worker.info import WorkerInfo
 
-_LONG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_STEP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-
 CLOSE_POLL_S: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTotals:
-    """Counts from the start: payload bytes moved, resends included, and failures by ErrorKind's value."""
-
-    num_bytes: int
-    failures: Mapping[str, int]
+# A prefill leg that did its part and goes on elsewhere.
+HANDED_OVER: Final = "handed_over"
 
 
 class WorkerMetrics:
-    """Registers in `registry`. transfer_totals: read at scrape time, in the scraper's thread."""
+    """Registers in `registry`. transfers: the collector of this worker's side of the KV transfers."""
 
-    def __init__(
-        self, registry: CollectorRegistry, info: WorkerInfo, transfer_totals: Callable[[], TransferTotals]
-    ) -> None:
-        self.registry = registry
+    def __init__(self, registry: CollectorRegistry, info: WorkerInfo, transfers: Collector) -> None:
         self._load = LoadReport(num_free_blocks=info.num_blocks, num_blocks=info.num_blocks)
-        self.registry.register(_StateCollector(lambda: self._load, transfer_totals))
-        self._queue_s = self._histogram("baton_request_queue_seconds", "Arrival to first step, or to a reservation")
-        self._prefill_s = self._histogram("baton_request_prefill_seconds", "First step to first token")
-        self._decode_s = self._histogram("baton_request_decode_seconds", "First decode step to the end")
-        self._transfer_s = self._histogram("baton_transfer_seconds", "First block sent to commit")
-        self._step_s = Histogram("baton_step_seconds", "One engine step", buckets=_STEP_BUCKETS, registry=self.registry)
-        self._set_info(info)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_LONG_BUCKETS, registry=self.registry)
-
-    def _set_info(self, info: WorkerInfo) -> None:
-        model = {"role": info.role, "model_name": info.model_name, "dtype": info.dtype}
-        model |= {"model_fingerprint": info.model_fingerprint, "max_model_len": str(info.max_model_len)}
-        cache = {"block_size": str(info.block_size), "num_blocks": str(info.num_blocks)}
-        Gauge("baton_model_info", "What this worker runs; always 1", list(model), registry=self.registry).labels(
-            **model
-        ).set(1)
-        Gauge("baton_cache_config_info", "Its KV cache; always 1", list(cache), registry=self.registry).labels(
-            **cache
-        ).set(1)
+        registry.register(_StateCollector(info.role, lambda: self._load))
+        registry.register(transfers)
+        self._steps = _StepMetrics(registry, info.role)
+        self._legs = _LegMetrics(registry, info.role)
+        _set_info(registry, info)
 
     def on_news(self, news: EngineNews) -> None:
         """Once an engine round."""
         self._load = news.load
-        if news.step_s is not None:
-            self._step_s.observe(news.step_s)
+        if news.step_s is not None and news.step_shape is not None:
+            self._steps.observe(news.step_s, news.step_shape)
         for owner_news in news.by_owner.values():
             for output in owner_news.outputs:
-                if output.timings is None:
-                    continue
-                self._queue_s.observe(output.timings.queue_s)
-                for histogram, seconds in (
-                    (self._prefill_s, output.timings.prefill_s),
-                    (self._decode_s, output.timings.decode_s),
-                    (self._transfer_s, output.timings.transfer_s),
-                ):
-                    if seconds:
-                        histogram.observe(seconds)
+                if output.leg_ended:
+                    self._legs.observe(output)
+
+
+class _StepMetrics:
+    def __init__(self, registry: CollectorRegistry, role: Role) -> None:
+        text = "One engine step: prefill, decode, or both in one (mixed)"
+        seconds = Histogram("baton_step_seconds", text, ["phase"], buckets=SECONDS_BUCKETS, registry=registry)
+        text = "Tokens that one step computed, of each phase that it had any of"
+        tokens = Histogram("baton_step_tokens", text, ["phase"], buckets=TOKENS_BUCKETS, registry=registry)
+        text = "Sequences that one step computed"
+        self._batch = Histogram("baton_step_batch_size", text, buckets=SEQUENCES_BUCKETS, registry=registry)
+        # What a prefill worker can't have is not shown there.
+        phases = ("prefill",) if role == "prefill" else ("prefill", "decode", "mixed")
+        self._seconds = {phase: seconds.labels(phase) for phase in phases}
+        self._tokens = {phase: tokens.labels(phase) for phase in phases if phase != "mixed"}
+
+    def observe(self, step_s: float, shape: StepShape) -> None:
+        self._batch.observe(shape.num_sequences)
+        if not shape.num_decode_tokens:
+            self._seconds["prefill"].observe(step_s)
+        elif not shape.num_prefill_tokens:
+            self._seconds["decode"].observe(step_s)
+        else:
+            self._seconds["mixed"].observe(step_s)
+        if shape.num_prefill_tokens:
+            self._tokens["prefill"].observe(shape.num_prefill_tokens)
+        if shape.num_decode_tokens:
+            self._tokens["decode"].observe(shape.num_decode_tokens)
+
+
+class _LegMetrics:
+    def __init__(self, registry: CollectorRegistry, role: Role) -> None:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
+        self._queue_s = seconds("baton_request_queue_seconds", "Arrival to first step, or to a reservation")
+        self._prefill_s = seconds("baton_request_prefill_seconds", "First step to first token")
+        self._transfer_s = seconds("baton_transfer_seconds", "First block sent to commit")
+        self._overlap = self._decode_s = None
+        if role == "prefill":
+            name, text = "baton_transfer_overlap_ratio", "Part of a transfer's time that lay before the first token"
+            self._overlap = Histogram(name, text, buckets=RATIO_BUCKETS, registry=registry)
+        else:
+            text = "First decode step to the end"
+            self._decode_s = seconds("baton_request_decode_seconds", text, REQUEST_SECONDS_BUCKETS)
+        regular = (HANDED_OVER,) if role == "prefill" else ()
+        legs = Counter("baton_legs", "Requests that have ended at this worker", ["outcome"], registry=registry)
+        self._legs = {outcome: legs.labels(str(outcome)) for outcome in (*regular, *FinishReason, *ErrorKind)}
+
+    def observe(self, output: LegOutput) -> None:
+        """output: a leg's last."""
+        self._legs[_outcome(output)].inc()
+        if output.timings is None:
+            return
+        timings: Timings = output.timings
+        self._queue_s.observe(timings.queue_s)
+        if timings.prefill_s:
+            self._prefill_s.observe(timings.prefill_s)
+        if timings.transfer_s:
+            self._transfer_s.observe(timings.transfer_s)
+            if self._overlap is not None:
+                self._overlap.observe(timings.overlap_s / timings.transfer_s)
+        if timings.decode_s and self._decode_s is not None:
+            self._decode_s.observe(timings.decode_s)
+
+
+def _outcome(output: LegOutput) -> str:
+    if output.error is not None:
+        return output.error.kind
+    return HANDED_OVER if output.finish_reason is None else output.finish_reason
 
 
 class _StateCollector(Collector):
     """What is a state or a total already, read when somebody asks."""
 
-    def __init__(self, load: Callable[[], LoadReport], transfer_totals: Callable[[], TransferTotals]) -> None:
+    def __init__(self, role: Role, load: Callable[[], LoadReport]) -> None:
+        self._role = role
         self._load = load
-        self._transfer_totals = transfer_totals
 
     def collect(self) -> Iterable[Metric]:
-        load, transfer = self._load(), self._transfer_totals()
+        load = self._load()
         used = load.num_blocks - load.num_free_blocks
         yield GaugeMetricFamily("baton_requests_running", "Requests that hold blocks", load.num_running)
         yield GaugeMetricFamily("baton_requests_waiting", "Requests that wait for blocks", load.num_waiting)
+        yield GaugeMetricFamily(
+            "baton_queued_prefill_tokens", "Accepted tokens still to be computed here", load.queued_prefill_tokens
+        )
         yield GaugeMetricFamily(
             "baton_kv_cache_usage_ratio", "Share of KV blocks that requests hold", used / max(1, load.num_blocks)
         )
@@ -107,18 +146,27 @@ class _StateCollector(Collector):
         blocks.add_metric(["free"], load.num_free_blocks - load.num_cached_blocks)
         blocks.add_metric(["cached"], load.num_cached_blocks)
         yield blocks
-        for name, text, value in (
+        totals = [
             ("baton_prefix_cache_queries", "Tokens looked up in the prefix cache", load.prefix_queries_total),
             ("baton_prefix_cache_hits", "Tokens found in the prefix cache", load.prefix_hits_total),
-            ("baton_preemptions", "Sequences that gave their blocks up", load.num_preemptions_total),
             ("baton_dropped_events", "Late, duplicate and unknown events", load.num_dropped_events_total),
-            ("baton_transfer_bytes", "KV bytes moved, resends included", transfer.num_bytes),
-        ):
+        ]
+        if self._role == "decode":
+            text = "Times that a sequence gave its blocks up"
+            totals.append(("baton_preemptions", text, load.num_preemptions_total))
+        for name, text, value in totals:
             yield CounterMetricFamily(name, text, value)
-        failures = CounterMetricFamily("baton_transfer_failures", "KV transfers without a commit", labels=["reason"])
-        for reason, number in sorted(transfer.failures.items()):
-            failures.add_metric([reason], number)
-        yield failures
+
+
+def _set_info(registry: CollectorRegistry, info: WorkerInfo) -> None:
+    model = {"role": info.role, "model_name": info.model_name, "dtype": info.dtype}
+    model |= {"model_fingerprint": info.model_fingerprint, "max_model_len": str(info.max_model_len)}
+    cache = {"block_size": str(info.block_size), "num_blocks": str(info.num_blocks)}
+    for name, text, labels in (
+        ("baton_model_info", "What this worker runs; always 1", model),
+        ("baton_cache_config_info", "Its KV cache; always 1", cache),
+    ):
+        Gauge(name, text, list(labels), registry=registry).labels(**labels).set(1)
 
 
 class MetricsServer:

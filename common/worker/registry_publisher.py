@@ -49,7 +49,7 @@ def connect(url: str) -> Redis:
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
-        raise StartupError(f"bad redis_url: {error}") from None
+        raise StartupError(f"redis_url is not understood: {error}; write redis://HOST:6379 or unix:///PATH") from None
 
 
 class RegistryPublisher:

@@ -23,6 +23,7 @@ from common.engine.engine_thread import Inbox
 from common.engine.messages import (
     AbortOwnerCommand,
     Command,
+    EndedLeg,
     EngineNews,
     LegOutput,
     LoadReport,
@@ -34,6 +35,7 @@ from common.errors import BatonError, ErrorKind, invalid
 from common.telemetry import get_logger
 from common.worker import convert
 from common.worker.info import WorkerInfo
+from common.worker.leg_reports import log_failed_leg
 from kv_transfer.convert import error_to_status
 
 HELLO_TIMEOUT_S: Final = 10.0
@@ -249,6 +251,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         """A command for the other phase must be answered, or its request would wait for its deadline."""
         if isinstance(command, PrefillCommand if self._info.role == "decode" else ReserveCommand):
             error = invalid(f"worker {self._info.worker_id} is a {self._info.role} worker: not its command")
+            log_failed_leg(EndedLeg.refused(command.spec, error, time.monotonic()), error)
             return LegOutput(command.spec.transfer_id, error=error, leg_ended=True)
         return None
 

@@ -13,8 +13,8 @@ import sysconfig
 from pathlib import Path
 from typing import Final
 
-# Relative to site-packages. Of torch: its C++ API, its test programs, and the helpers of its own test-suite. hf_xet
-# comes with tokenizers and downloads from a hub, which Baton never does.
+# Relative to site-packages. Of torch: its C++ API and its test programs; torch.testing stays, torch itself
+# imports it. hf_xet comes with tokenizers and downloads from a hub, which Baton never does.
 UNUSED: Final = (
     "**/__pycache__",
     "**/tests",
@@ -26,7 +26,6 @@ UNUSED: Final = (
     "torch/include",
     "torch/share",
     "torch/test",
-    "torch/testing/_internal",
     "torch/lib/*test*",
     "libucx/bin",
     "libucx/include",

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from baton.common.v1 import common_pb2
 from baton.worker.v1 import worker_pb2
-from common.errors import BatonError, ErrorKind
-from common.sampling_params import FinishReason, SamplingParams
+from common.rpc.convert import error_from_proto, finish_reason_from_proto
+from common.sampling_params import SamplingParams
 from router.cluster.messages import LegNews, LoadReport, SequenceSpec, Timings, TransferTarget
-
-_KINDS: Final = {common_pb2.ErrorKind.Value(f"ERROR_KIND_{kind.name}"): kind for kind in ErrorKind}
-_REASONS: Final = {common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
 def hello_frame(router_id: str, epoch: str) -> worker_pb2.SessionRequest:
@@ -60,7 +54,7 @@ def news_from_proto(output: worker_pb2.SequenceOutput) -> LegNews:
     timings = output.timings
     num_tokens = len(output.token_ids)
     return LegNews(
-        finish_reason=_REASONS.get(output.finish_reason),
+        finish_reason=finish_reason_from_proto(output.finish_reason),
         num_output_tokens=output.first_index + num_tokens if num_tokens else None,
         leg_ended=output.leg_ended,
         error=error_from_proto(output.error) if output.HasField("error") else None,
@@ -72,16 +66,6 @@ def news_from_proto(output: worker_pb2.SequenceOutput) -> LegNews:
             transfer_bytes=timings.transfer_bytes,
             decode_s=timings.decode_s,
         ),
-    )
-
-
-def error_from_proto(error: common_pb2.ErrorDetail) -> BatonError:
-    """An unknown kind counts as a bug of the worker."""
-    return BatonError(
-        _KINDS.get(error.kind, ErrorKind.INTERNAL),
-        error.message,
-        param=error.param or None,
-        retry_after_s=error.retry_after_ms / 1000 if error.retry_after_ms else None,
     )
 
 
@@ -104,6 +88,7 @@ def _spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         hash_seed=spec.hash_seed,
         sampling=_sampling_to_proto(spec.sampling),
         timeout_ms=spec.timeout_ms,
+        traceparent=spec.traceparent,
     )
 
 

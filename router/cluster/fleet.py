@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.registry import Role, WorkerRecord
 from common.telemetry import get_logger
-from router.cluster.worker_session import WorkerSession
+from router.cluster.worker_session import SessionEvent, WorkerSession
 
 _log = get_logger(__name__)
 
@@ -31,8 +32,9 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        # Of workers that are gone; the counter must not fall when one leaves.
+        # Of workers that are gone; a counter must not fall when one leaves.
         self._late_frames_of_gone = 0
+        self._events_of_gone: Counter[tuple[Role, SessionEvent]] = Counter()
 
     def apply_records(self, records: Mapping[str, WorkerRecord]) -> None:
         """Follow the registry: new incarnations are dialled, replaced ones dropped.
@@ -77,6 +79,16 @@ class Fleet:
         """Frames for transfers that this router had let go of, since the start."""
         return self._late_frames_of_gone + sum(s.num_late_frames for s in self.sessions())
 
+    @property
+    def session_events(self) -> Mapping[tuple[Role, SessionEvent], int]:
+        """How often sessions came up and broke, since the start; zeros left out. The end of one that the registry
+        drops is a loss, too.
+        """
+        events = Counter(self._events_of_gone)
+        for session in self.sessions():
+            _add_events(events, session)
+        return events
+
     async def wait_changed(self, timeout_s: float) -> None:
         """Returns at the next change of any worker's state, or after timeout_s."""
         try:
@@ -99,8 +111,9 @@ class Fleet:
 
     def _drop(self, worker_id: str) -> None:
         member = self._members.pop(worker_id)
-        self._late_frames_of_gone += member.session.num_late_frames
         member.session.close()
+        self._late_frames_of_gone += member.session.num_late_frames
+        _add_events(self._events_of_gone, member.session)
         member.task.cancel()
         self._ending.add(member.task)
         member.task.add_done_callback(self._ending.discard)
@@ -110,6 +123,11 @@ class Fleet:
         # Whoever waits holds the old event; who comes later waits for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _add_events(total: Counter[tuple[Role, SessionEvent]], session: WorkerSession) -> None:
+    for event, number in session.num_events.items():
+        total[session.record.role, event] += number
 
 
 def _same_incarnation(known: WorkerRecord, record: WorkerRecord) -> bool:

@@ -15,7 +15,7 @@ class SequenceSpec:
     """One attempt of one request, as both legs are told of it.
 
     token_ids: the prompt, then the tokens emitted by earlier attempts. hash_seed: 16 bytes, parent of the first
-    block's hash. timeout_ms: what is left of the deadline at the moment of sending.
+    block's hash. timeout_ms: what is left of the deadline at the moment of sending. traceparent: W3C trace context.
     """
 
     transfer_id: str
@@ -25,6 +25,7 @@ class SequenceSpec:
     hash_seed: bytes
     sampling: SamplingParams
     timeout_ms: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

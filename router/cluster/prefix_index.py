@@ -33,6 +33,7 @@ class PrefixIndex:
         self._script = (files(__package__) / "prefix_index.lua").read_text()
         self._digest = sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._paused_until = float("-inf")
+        self.num_answered = self.num_failed = self.num_skipped = 0
 
     async def cached_blocks(self, block_keys: Sequence[str], packed_hashes: bytes) -> list[int]:
         """For each key (`blocks_key` of a worker) the number of leading blocks of the chain that it holds.
@@ -41,12 +42,18 @@ class PrefixIndex:
         LOOKUP_TIMEOUT_S.
         """
         nothing = [0] * len(block_keys)
-        if not packed_hashes or not block_keys or self._clock() < self._paused_until:
+        if not packed_hashes or not block_keys:
+            return nothing
+        if self._clock() < self._paused_until:
+            self.num_skipped += 1
             return nothing
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                return await self._evaluate(block_keys, packed_hashes)
+                blocks = await self._evaluate(block_keys, packed_hashes)
+            self.num_answered += 1
+            return blocks
         except (RedisError, OSError, TimeoutError) as error:
+            self.num_failed += 1
             self._paused_until = self._clock() + PAUSE_AFTER_FAILURE_S
             _log.warning("prefix index unavailable, placing without it", error=str(error) or type(error).__name__)
             return nothing

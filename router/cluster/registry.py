@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
@@ -44,7 +45,7 @@ class ModelIdentity:
 class RegistryWatcher:
     """Calls `on_records` with the full set of live records after every successful poll; a failed one calls nothing.
 
-    on_records: worker_id → record, of this model only.
+    on_records: worker_id → record, of this model only. clock: monotonic seconds.
     """
 
     def __init__(
@@ -53,18 +54,23 @@ class RegistryWatcher:
         cluster: str,
         identity: ModelIdentity,
         on_records: Callable[[Mapping[str, WorkerRecord]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._cluster = cluster
         self._identity = identity
         self._on_records = on_records
+        self._clock = clock
+        # Of the last successful poll; before it, of the start.
+        self.polled_at = clock()
+        self.num_failures = 0
         self._reachable = True
         self._complained: dict[str, str] = {}
         self._missing_since: dict[str, float] = {}
         self._roles_seen: set[str] = set()
 
     async def run(self) -> None:
-        """Polls until cancelled. Owned by the fleet."""
+        """Polls until cancelled, as a task of the router's process."""
         loop = asyncio.get_running_loop()
         startup_ends = loop.time() + STARTUP_S
         while True:
@@ -84,10 +90,12 @@ class RegistryWatcher:
             if self._reachable:
                 _log.warning("registry unreachable, keeping the last known workers", error=str(error))
             self._reachable = False
+            self.num_failures += 1
             return
         if not self._reachable:
             _log.info("registry reachable again")
         self._reachable = True
+        self.polled_at = self._clock()
         records = self._decode(values)
         self._roles_seen |= {record.role for record in records.values()}
         self._on_records(records)

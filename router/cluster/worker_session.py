@@ -53,6 +53,11 @@ class SessionState(StrEnum):
     CLOSED = "closed"
 
 
+class SessionEvent(StrEnum):
+    CONNECTED = "connected"
+    LOST = "lost"
+
+
 class WorkerSession:
     """All methods belong to the event loop. `run` is a task of the fleet; the rest is synchronous.
 
@@ -64,6 +69,7 @@ class WorkerSession:
     ) -> None:
         self.record = record
         self.num_late_frames = 0
+        self.num_events = dict.fromkeys(SessionEvent, 0)
         self._router_id = router_id
         self._on_change = on_change
         self._clock = clock
@@ -190,6 +196,7 @@ class WorkerSession:
             raise BatonError(ErrorKind.STALE_EPOCH, f"{info.worker_id} of epoch {info.epoch} answers at this address")
         self._overflow.clear()
         self._state = SessionState.READY
+        self.num_events[SessionEvent.CONNECTED] += 1
         self._on_change()
 
     async def _pump(self, call: _Call) -> None:
@@ -236,6 +243,7 @@ class WorkerSession:
         self._report = None
         lost = self._subscriptions.remove_all()
         if was_ready:
+            self.num_events[SessionEvent.LOST] += 1
             self._on_change()
         for transfer_id, listener in lost:
             try:

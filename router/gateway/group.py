@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive
 
+from common.errors import BatonError
 from router.gateway.generation import Generation, TextDelta
 from router.gateway.mailbox import Mailbox
 from router.gateway.state import GatewayState
@@ -26,8 +27,11 @@ class GenerationGroup:
                 detokenizer = state.model.new_detokenizer()
                 post = self._mailbox.post
                 self._open.add(Generation(spec, index, state.dispatcher, detokenizer, post, state.metrics, state.clock))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, BatonError):
+                spec = specs[index]
+                state.refuse(error, spec.request_id, spec.trace, spec.operation, spec.received_at)
             raise
 
     @property

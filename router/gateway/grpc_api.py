@@ -24,7 +24,7 @@ from router.gateway.generation import Generation
 from router.gateway.mailbox import ClosedMailboxError, Mailbox
 from router.gateway.state import GatewayState
 from router.gateway.validation import prepare
-from router.spec import Finished
+from router.spec import Finished, Operation
 
 MAX_REQUEST_ID_CHARS: Final = 128
 # Error frames that a client which reads nothing can make us keep.
@@ -75,6 +75,8 @@ class _GenerateStream:
         self._errors: deque[inference_pb2.GenerateResponse] = deque()
         self._wake = _Wake()
         self._no_more_starts = False
+        # Of the stream, and so of all requests on it.
+        self._traceparent = _metadata_value(context, "traceparent")
 
     def drain(self) -> None:
         self._no_more_starts = True
@@ -113,20 +115,22 @@ class _GenerateStream:
 
     async def _start(self, start: inference_pb2.StartGeneration) -> None:
         state, request_id = self._state, start.request_id
+        received_at, trace = state.clock(), state.sampler.start(self._traceparent)
         try:
             if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
                 raise invalid(f"`request_id` must have 1 to {MAX_REQUEST_ID_CHARS} characters", "request_id")
             if request_id in self._running:
                 raise invalid(f"`request_id` {request_id!r} is running on this stream already", "request_id")
             state.dispatcher.check_room()
-            asked = convert.asked_from_proto(start, state.clock(), self._context.time_remaining())
+            asked = convert.asked_from_proto(start, received_at, self._context.time_remaining(), trace)
             spec = await prepare(state, asked)
             self._running[request_id] = Generation(
                 spec, 0, state.dispatcher, state.model.new_detokenizer(), self._mailbox.post, state.metrics, state.clock
             )
         except Exception as error:
             known = as_baton_error(error, request_id)
-            state.metrics.on_refused(known.kind)
+            operation: Operation = "chat" if start.HasField("chat") else "text_completion"
+            state.refuse(known, request_id[:MAX_REQUEST_ID_CHARS], trace, operation, received_at)
             self._refuse(request_id, known)
 
     def _abort(self, request_id: str) -> None:
@@ -159,3 +163,10 @@ class _GenerateStream:
             await self._context.write(convert.finished_to_proto(item.request_id, delta.end))
         elif delta.end is not None:
             await self._context.write(convert.error_to_proto(item.request_id, delta.end))
+
+
+def _metadata_value(context: Context, key: str) -> str:
+    """Empty where the client sent none."""
+    values = (value for name, value in context.invocation_metadata() or () if name == key)
+    value = next(values, "")
+    return value if isinstance(value, str) else ""

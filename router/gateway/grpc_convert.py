@@ -8,6 +8,7 @@ from baton.common.v1 import common_pb2
 from baton.inference.v1 import inference_pb2
 from common.errors import BatonError, ErrorKind, invalid
 from common.sampling_params import FinishReason
+from common.tracing import TraceContext
 from router.gateway.generation import TextDelta
 from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.gateway.state import ServedModel
@@ -17,7 +18,9 @@ _KINDS: Final = {kind: common_pb2.ErrorKind.Value(f"ERROR_KIND_{kind.name}") for
 _REASONS: Final = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
-def asked_from_proto(start: inference_pb2.StartGeneration, received_at: float, deadline_s: float | None) -> Asked:
+def asked_from_proto(
+    start: inference_pb2.StartGeneration, received_at: float, deadline_s: float | None, trace: TraceContext | None
+) -> Asked:
     """deadline_s: what is left of the call's own deadline. Raises INVALID_REQUEST for a missing prompt."""
     timeouts_s: dict[str, float] = {}
     if start.timeout_ms:
@@ -35,6 +38,7 @@ def asked_from_proto(start: inference_pb2.StartGeneration, received_at: float, d
         timeouts_s=timeouts_s,
         received_at=received_at,
         prompt_param=param,
+        trace=trace,
     )
 
 

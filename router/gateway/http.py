@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -16,11 +17,13 @@ from starlette.responses import Response
 
 from common.errors import BatonError, ErrorKind
 from router.gateway.errors import as_baton_error, error_response, framework_error_response
-from router.gateway.http_request import request_id_of
+from router.gateway.http_request import request_id_of, trace_of
 from router.gateway.openai_endpoints import OpenAiEndpoints
 from router.gateway.openai_models import ChatBody, CompletionBody
 from router.gateway.state import GatewayState
 from router.gateway.validation import check_model
+from router.spec import Operation
+from router.timeline import timeline_entry
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _JSON: Final = "application/json"
@@ -43,6 +46,7 @@ def build_app(state: GatewayState) -> FastAPI:
     route("POST", "/v1/chat/completions", openai.chat, ChatBody)
     route("GET", "/v1/models", ops.models)
     route("GET", "/v1/models/{model:path}", ops.model)
+    route("GET", "/v1/requests/{request_id:path}/timeline", ops.timeline)
     route("GET", "/health", ops.health)
     route("GET", "/ready", ops.ready)
     route("GET", "/metrics", ops.metrics)
@@ -72,6 +76,19 @@ class _OpsEndpoints:
     async def model(self, request: Request) -> Response:
         check_model(self._state.model, request.path_params["model"])
         return _json(self._model_object())
+
+    async def timeline(self, request: Request) -> Response:
+        """Of all that runs or has ended lately under this id, oldest first."""
+        state, request_id = self._state, request.path_params["request_id"]
+        records = [*state.timeline.find(request_id), *(run.look() for run in state.dispatcher.find(request_id))]
+        if not records:
+            message = (
+                f"no request {request_id[:128]!r} is known here: none such runs on this router, and none is among the "
+                f"last {state.timeline.capacity} that ended (timeline_entries)"
+            )
+            return framework_error_response(404, message, request_id_of(request), {})
+        lead_s = time.time() - state.clock()
+        return _json({"object": "list", "data": [timeline_entry(record, lead_s) for record in records]})
 
     async def health(self, request: Request) -> Response:
         """The process lives and its event loop turns."""
@@ -104,13 +121,14 @@ def _guarded(state: GatewayState, endpoint: Endpoint) -> Endpoint:
     """Writes whatever the endpoint raises as an error object."""
 
     async def guarded(request: Request) -> Response:
-        request_id = request_id_of(request)
+        request_id, received_at = request_id_of(request), state.clock()
         try:
             return await endpoint(request)
         except Exception as error:
             known = as_baton_error(error, request_id)
             if request.method == "POST":
-                state.metrics.on_refused(known.kind)
+                operation: Operation = "chat" if request.url.path.endswith("/chat/completions") else "text_completion"
+                state.refuse(known, request_id, trace_of(request, state.sampler), operation, received_at)
             return error_response(known, request_id)
 
     return guarded

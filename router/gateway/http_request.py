@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import Final
@@ -9,11 +10,14 @@ from typing import Final
 from starlette.requests import Request
 
 from common.errors import BatonError, ErrorKind, invalid
+from common.tracing import TraceContext, TraceSampler
 
 MAX_BODY_BYTES: Final = 16 << 20
+BODY_TIMEOUT_S: Final = 60.0
 TIMEOUT_HEADER: Final = "x-request-timeout"
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SCOPE_KEY: Final = "baton.request_id"
+_TRACE_KEY: Final = "baton.trace"
 
 
 def request_id_of(request: Request) -> str:
@@ -26,8 +30,30 @@ def request_id_of(request: Request) -> str:
     return known
 
 
+def trace_of(request: Request, sampler: TraceSampler) -> TraceContext | None:
+    """The context of the request's root span; the same for the request's whole life."""
+    if _TRACE_KEY not in request.scope:
+        request.scope[_TRACE_KEY] = sampler.start(request.headers.get("traceparent", ""))
+    known: TraceContext | None = request.scope[_TRACE_KEY]
+    return known
+
+
 async def read_body(request: Request) -> bytes:
-    """Raises INVALID_REQUEST once it exceeds MAX_BODY_BYTES; the rest is not read."""
+    """Raises INVALID_REQUEST once it exceeds MAX_BODY_BYTES, or says that it will; the rest is not read.
+    Raises DEADLINE_EXCEEDED for one that is not here after BODY_TIMEOUT_S.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read_all(request)
+    except TimeoutError:
+        message = f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise BatonError(ErrorKind.DEADLINE_EXCEEDED, message) from None
+
+
+async def _read_all(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -37,10 +63,14 @@ async def read_body(request: Request) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > MAX_BODY_BYTES:
-            raise invalid(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+            raise _too_large()
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def _too_large() -> BatonError:
+    return invalid(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
 
 
 def timeouts_of(request: Request, body_timeout_s: float | None) -> dict[str, float]:

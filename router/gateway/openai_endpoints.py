@@ -9,10 +9,10 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import invalid
+from common.errors import BatonError
 from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
 from router.gateway.group import GenerationGroup
-from router.gateway.http_request import read_body, request_id_of, timeouts_of
+from router.gateway.http_request import read_body, request_id_of, timeouts_of, trace_of
 from router.gateway.openai_models import ChatBody, CompletionBody, GenerationBody, parse_body
 from router.gateway.prompts import Asked, Prompt
 from router.gateway.responses import EventStream, WholeAnswer
@@ -20,7 +20,6 @@ from router.gateway.state import GatewayState
 from router.gateway.validation import check_model, prepare
 from router.spec import GenerationSpec
 
-MAX_PROMPTS: Final = 128
 # OpenAI's default for completions; a chat answer may go up to the context.
 COMPLETION_MAX_TOKENS: Final = 16
 
@@ -36,8 +35,6 @@ class OpenAiEndpoints:
         body = parse_body(CompletionBody, await read_body(request))
         check_model(self._state.model, body.model or "")
         prompts = body.prompts()
-        if len(prompts) > MAX_PROMPTS:
-            raise invalid(f"`prompt` has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
         specs = await self._prepare(request, body, prompts, received_at, COMPLETION_MAX_TOKENS, "prompt")
         answer = CompletionFormat(self._envelope(body, f"cmpl-{request_id_of(request)}"))
         return self._respond(request, body, specs, answer)
@@ -63,6 +60,7 @@ class OpenAiEndpoints:
         self._state.dispatcher.check_room(len(prompts))
         sampling = body.asked_sampling()
         timeouts_s = timeouts_of(request, body.timeout)
+        trace = trace_of(request, self._state.sampler)
         return [
             await prepare(
                 self._state,
@@ -76,6 +74,7 @@ class OpenAiEndpoints:
                     timeouts_s=timeouts_s,
                     received_at=received_at,
                     prompt_param=prompt_param if len(prompts) == 1 else f"{prompt_param}[{index}]",
+                    trace=trace if trace is None or index == 0 else trace.sibling(),
                 ),
             )
             for index, prompt in enumerate(prompts)
@@ -94,7 +93,11 @@ class OpenAiEndpoints:
         self, request: Request, body: GenerationBody, specs: list[GenerationSpec], answer: AnswerFormat
     ) -> Response:
         def start() -> GenerationGroup:
-            return GenerationGroup(self._state, specs)
+            try:
+                return GenerationGroup(self._state, specs)
+            except BatonError as error:  # the room that there was a moment ago is taken
+                self._state.refuse(error, request_id, specs[0].trace, specs[0].operation, specs[0].received_at)
+                raise
 
         request_id, deadline = request_id_of(request), max(spec.deadline for spec in specs)
         if not body.stream:

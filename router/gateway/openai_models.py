@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,6 +40,13 @@ _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
 }
 
 
+MAX_PROMPTS: Final = 128
+MAX_MESSAGES: Final = 10_000
+T = TypeVar("T")
+# One wrong item is enough: a million complaints would stop the event loop for a minute.
+_List = Annotated[list[T], Field(fail_fast=True)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -60,8 +67,8 @@ class GenerationBody(_Body):
     top_k: int | None = Field(None, description="0 or -1: off")
     min_p: float | None = Field(None, description="0 to 1; relative to the likeliest token")
     seed: int | None = Field(None, description="same seed, same text")
-    stop: str | list[str] | None = Field(None, description="up to 4 strings that end the text, not part of it")
-    stop_token_ids: list[int] | None = None
+    stop: str | _List[str] | None = Field(None, description="up to 4 strings that end the text, not part of it")
+    stop_token_ids: _List[int] | None = None
     ignore_eos: bool | None = False
     return_token_ids: bool | None = Field(False, description="add token_ids to each choice")
     timeout: float | None = Field(None, description="seconds after which the request fails with 504")
@@ -127,6 +134,8 @@ class CompletionBody(GenerationBody):
         kinds = set(map(type, prompt))
         if kinds == {int}:
             return [TokenPrompt(prompt)]
+        if len(prompt) > MAX_PROMPTS:
+            raise invalid(f"`prompt` has {len(prompt)} items; at most {MAX_PROMPTS} prompts are allowed", "prompt")
         if kinds == {str}:
             return [TextPrompt(text) for text in prompt]
         if kinds == {list}:
@@ -146,14 +155,14 @@ class ContentPart(_Body):
 
 class ChatMessage(_Body):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[_List[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[_List[ChatMessage], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, description="as max_tokens")
 
     def prompt(self) -> ChatPrompt:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.tracing import TraceContext
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -48,7 +50,7 @@ class Asked:
     """One request of one prompt, from HTTP or gRPC, before validation.
 
     model: "" for the only one. default_max_tokens: None: up to the context. timeouts_s: by field name, all that apply.
-    prompt_param: the field that errors about the prompt name.
+    prompt_param: the field that errors about the prompt name. trace: see GenerationSpec.
     """
 
     request_id: str
@@ -60,3 +62,4 @@ class Asked:
     timeouts_s: Mapping[str, float]
     received_at: float
     prompt_param: str = "prompt"
+    trace: TraceContext | None = None

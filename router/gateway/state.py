@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.config import Settings
+from common.errors import BatonError
+from common.tracing import TraceContext, TraceSampler
 from router.cluster.fleet import Fleet
 from router.dispatcher import Dispatcher
 from router.gateway.text_stream import Detokenizer
 from router.metrics import RouterMetrics
+from router.observers import Observers
+from router.request_record import Failure, Refusal
+from router.spec import Operation
+from router.timeline import Timeline
 
 
 class Encoder(Protocol):
@@ -28,12 +34,13 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """created: Unix seconds. vocab_size: rows of the embedding."""
+    """created: Unix seconds. vocab_size: rows of the embedding. max_prompt_chars: more text can't fit the context."""
 
     name: str
     fingerprint: str
     created: int
     max_model_len: int
+    max_prompt_chars: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
@@ -51,8 +58,18 @@ class GatewayState:
     dispatcher: Dispatcher
     fleet: Fleet
     metrics: RouterMetrics
+    observers: Observers
+    timeline: Timeline
+    sampler: TraceSampler
     executor: Executor
     clock: Callable[[], float]
+
+    def refuse(
+        self, error: BatonError, request_id: str, trace: TraceContext | None, operation: Operation, received_at: float
+    ) -> None:
+        """Tell all observers of a request that never ran."""
+        failure = Failure.of(error)
+        self.observers.on_refused(Refusal(request_id, trace, operation, failure, received_at, self.clock()))
 
     @property
     def ready(self) -> bool:

@@ -13,11 +13,12 @@ from common.kvcache.block_hash import chain_hashes, hash_seed
 from common.sampling_params import SamplingParams
 from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt
 from router.gateway.state import GatewayState, ServedModel
-from router.spec import GenerationSpec
+from router.spec import GenerationSpec, Operation
 
 # Prompts up to here are tokenized and hashed on the event loop, in less time than a thread's hand-over would take.
 INLINE_CHARS: Final = 2048
 INLINE_TOKENS: Final = 1024
+INLINE_MESSAGES: Final = 32
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_STOP_CHARS: Final = 1024
@@ -54,6 +55,8 @@ async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
         packed_hashes=packed_hashes,
         received_at=asked.received_at,
         timeout_s=timeout_s,
+        operation=operation_of(asked.prompt),
+        trace=asked.trace,
     )
 
 
@@ -93,9 +96,12 @@ def resolve_timeout(asked_s: Mapping[str, float], bound_s: float) -> float:
 def encode_prompt(model: ServedModel, prompt: Prompt, param: str) -> Sequence[int]:
     """Token ids, at least one, all in the vocabulary."""
     if isinstance(prompt, TextPrompt):
+        _check_text_length(model, prompt.text, param)
         token_ids: Sequence[int] = model.encoder.encode(prompt.text, True) if prompt.text else ()
     elif isinstance(prompt, ChatPrompt):
-        token_ids = model.encoder.encode(model.render_chat(prompt.messages), False)
+        text = model.render_chat(prompt.messages)
+        _check_text_length(model, text, param)
+        token_ids = model.encoder.encode(text, False)
     else:
         token_ids = prompt.token_ids
         _check_vocabulary(token_ids, model.vocab_size, param)
@@ -131,12 +137,30 @@ def resolve_sampling(asked: Asked, model: ServedModel, num_prompt_tokens: int) -
     )
 
 
+def operation_of(prompt: Prompt) -> Operation:
+    return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
+
+
 def _is_short(prompt: Prompt) -> bool:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) <= INLINE_CHARS
     if isinstance(prompt, ChatPrompt):
-        return sum(len(str(m.get("content") or "")) for m in prompt.messages) <= INLINE_CHARS
+        # The template's own text counts, too: a message of nothing becomes some tokens.
+        few = len(prompt.messages) <= INLINE_MESSAGES
+        return few and sum(len(str(v or "")) for m in prompt.messages for v in m.values()) <= INLINE_CHARS
     return len(prompt.token_ids) <= INLINE_TOKENS
+
+
+def _check_text_length(model: ServedModel, text: str, param: str) -> None:
+    """Raises CONTEXT_LENGTH for what can't fit, however it is tokenized: that would take seconds and gigabytes."""
+    if len(text) > model.max_prompt_chars:
+        raise BatonError(
+            ErrorKind.CONTEXT_LENGTH,
+            f"This model's maximum context length is {model.max_model_len} tokens, which hold at most "
+            f"{model.max_prompt_chars} characters. However, your prompt has {len(text)} characters. Please reduce its "
+            "length.",
+            param=param,
+        )
 
 
 def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -84,7 +84,9 @@ def start_cluster(tmp: Path, model_folder: Path, *extra: str, env: dict[str, str
     ]  # fmt: skip
     try:
         with log.open("wb") as out:
-            process = subprocess.Popen(die_with_parent(command), stdout=out, stderr=out, env={**os.environ, **(env or {})})
+            process = subprocess.Popen(
+                die_with_parent(command), stdout=out, stderr=out, env={**os.environ, **(env or {})}
+            )
         cluster = Cluster(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process, server.url, log)
         try:
             poll_until(lambda: _ready(cluster), f"/ready; see {log}:\n{_tail(log)}", READY_DEADLINE_S)

@@ -98,7 +98,7 @@ def test_two_hundred_requests_a_third_aborted_leave_nothing_behind(cluster):
     for worker_id, found in blocks.items():
         assert found["free"] + found["cached"] == found["all"], worker_id
     router = cluster.gauges(f"{cluster.url}/metrics")
-    assert router["baton_requests_running"] == router["baton_requests_waiting"] == 0
+    assert router["baton_requests_running"] == router['baton_requests_waiting{priority_class="default"}'] == 0
     assert cluster.keys() == keys, "no key is left over in Redis"
     poll_until(lambda: no_growth(before, counts(cluster)), f"threads and descriptors as before: {before}", 30)
     assert all(p.status() != psutil.STATUS_ZOMBIE for p in cluster.children())

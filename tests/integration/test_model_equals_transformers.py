@@ -65,7 +65,7 @@ def generate(
 @pytest.mark.parametrize(
     "text", ["The capital of France is", PROSE, CODE, CJK, EMOJI], ids=["one line", "prose", "code", "cjk", "emoji"]
 )
-def test_short_prompts(runner: ModelRunner, oracle: Oracle, text: str) -> None:
+def test_tokens_of_short_prompts_are_those_of_transformers(runner: ModelRunner, oracle: Oracle, text: str) -> None:
     prompt = oracle.encode(text)
     expected = oracle.generate(prompt, 16)
     assert generate(runner, prompt, list(range(60)), len(expected), chunk=50) == expected

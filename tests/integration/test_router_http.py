@@ -265,7 +265,7 @@ async def test_metrics_tell_what_happened_and_forget_workers_that_left(folder):
         page = (await cluster.http.get("/metrics")).text
         for line in (
             "baton_requests_running 0.0",
-            "baton_requests_waiting 0.0",
+            'baton_requests_waiting{priority_class="default"} 0.0',
             'baton_requests_total{outcome="length"} 1.0',
             "baton_generation_tokens_total 5.0",
             "baton_prefix_cache_hits_total 2.0",

@@ -165,6 +165,7 @@ async def test_a_first_token_that_ends_the_request_decodes_nothing(pair):
     stop = make_spec("u", prompt, pair.prefill.info, max_tokens=9, stop_token_ids=tokens)
     tokens, prefill, _ = await pair.generate(stop)
     assert prefill.outputs[0].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert prefill.outputs[0].num_cached_tokens == 16, "the router ends the request with this frame"
     await pair.until_idle()
 
 

@@ -10,6 +10,7 @@ import pytest
 from common.config import Settings
 from deploy import cli, options
 from deploy.model_folder import resolve_model
+from tests.logging_state import logging_restored
 
 COMMANDS = ["serve", "router", "prefill", "decode", "check-config", "version", "model fetch"]
 
@@ -19,6 +20,12 @@ def clean_environment(monkeypatch):
     for name in [key for key in os.environ if key.startswith("BATON_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(autouse=True)
+def restored_logging():
+    with logging_restored():
+        yield
 
 
 @pytest.fixture

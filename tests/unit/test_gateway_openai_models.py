@@ -7,6 +7,7 @@ import json
 import pytest
 
 from common.errors import BatonError, ErrorKind
+from router.gateway import openai_models
 from router.gateway.openai_models import ChatBody, CompletionBody, parse_body
 from router.gateway.prompts import TextPrompt, TokenPrompt
 
@@ -155,3 +156,29 @@ def test_stop_is_one_string_or_several():
     assert completion(stop="a").asked_sampling().stop == ("a",)
     assert completion(stop=["a", "b"]).asked_sampling().stop == ("a", "b")
     assert completion(stop=None).asked_sampling().stop == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "item"),
+    [
+        (CompletionBody, b'{"prompt":"a","stop":[', b"1"),
+        (CompletionBody, b'{"prompt":"a","stop_token_ids":[', b'""'),
+        (ChatBody, b'{"messages":[', b"{}"),
+        (ChatBody, b'{"messages":[{"role":"user","content":[', b"{}"),
+    ],
+)
+def test_a_body_full_of_faults_is_refused_for_the_first(monkeypatch, kind, head, item):
+    """A complaint for each of a million items would stop the event loop for a minute."""
+    seen = []
+    to_error = openai_models._to_baton_error
+    monkeypatch.setattr(openai_models, "_to_baton_error", lambda e: seen.append(e.error_count()) or to_error(e))
+    tail = b"]}]}" if b"role" in head else b"]}"
+    with pytest.raises(BatonError):
+        parse_body(kind, head + b",".join([item] * 1000) + tail)
+    assert seen[0] <= 3
+
+
+def test_messages_and_prompts_are_bounded_in_number():
+    assert refused(chat, messages=[USER] * 10_001).param == "messages"
+    for prompts in (["a"] * 129, [[1]] * 129, [[]] * 129):
+        assert "at most 128 prompts" in str(refused(completion(prompt=prompts).prompts))

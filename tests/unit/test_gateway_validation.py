@@ -34,7 +34,8 @@ class WordEncoder:
 def state():
     model = ServedModel(
         name="tiny", fingerprint="f", created=0, max_model_len=64, vocab_size=100, eos_token_ids=(2, 3), block_size=4,
-        encoder=WordEncoder(), render_chat=lambda messages: " ".join(m["content"] for m in messages),
+        max_prompt_chars=4000, encoder=WordEncoder(),
+        render_chat=lambda messages: " ".join(m["content"] for m in messages),
         new_detokenizer=lambda: None,
     )  # fmt: skip
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
@@ -192,3 +193,16 @@ async def test_the_event_loop_turns_while_a_long_prompt_is_worked_on(state):
     await entered.wait()
     leave.set()
     assert (await task).prompt_token_ids == [5]
+
+
+async def test_text_that_cannot_fit_is_refused_without_being_tokenized(state):
+    error = await refusal(state, asked("a " * state.model.max_prompt_chars))
+    assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
+    assert "maximum context length is 64 tokens" in error.message
+    assert state.model.encoder.threads == []
+
+
+async def test_a_chat_of_many_empty_messages_leaves_the_event_loop(state):
+    prompt = ChatPrompt([{"role": "user", "content": ""}] * 1000 + [{"role": "user", "content": "hi"}])
+    await prepare(state, replace(asked(), prompt=prompt))
+    assert state.model.encoder.threads[0].startswith("encode")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -340,3 +341,21 @@ def test_helper_threads_run_where_they_are_pinned(plain_folder: Path) -> None:
         native(plain_folder, torch.float32, num_threads=2, cpus=[os.cpu_count() or 1])
     with pytest.raises(ValueError, match="1 CPUs for 2"):
         native(plain_folder, torch.float32, num_threads=3, cpus=[cpu])
+
+
+def test_an_idle_team_sleeps(plain_folder: Path) -> None:
+    """After a step the helpers spin for a moment at most: the kernel soon reports each as sleeping, and it stays so."""
+    before = set(Path("/proc/self/task").iterdir())
+    run = Run(native(plain_folder, torch.float32, num_threads=3))
+    helpers = set(Path("/proc/self/task").iterdir()) - before
+    run.step({0: PROMPT[:50]})
+
+    def switches() -> list[str]:
+        """State and context switches of each helper: a thread that ran in between has changed one of them."""
+        wanted = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
+        lines = [line for task in helpers for line in (task / "status").read_text().splitlines()]
+        return [line for line in lines if line.startswith(wanted)]
+
+    deadline = time.monotonic() + 30
+    while (now := switches()) != switches() or sum("S (sleeping)" in line for line in now) < len(helpers):
+        assert time.monotonic() < deadline, now

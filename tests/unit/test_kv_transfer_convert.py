@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,21 +87,3 @@ def test_unknown_kinds_and_reasons_are_not_taken_for_known_ones() -> None:
     frame = convert.sender_frame_from_proto(abort)
     assert isinstance(frame, frames.AbortTransfer)
     assert frame.error.kind is ErrorKind.INTERNAL
-
-
-def rpc_error(trailing: grpc.aio.Metadata) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, grpc.aio.Metadata(), trailing, details="text")
-
-
-def test_a_refusal_keeps_its_kind_and_message_through_the_status() -> None:
-    error = BatonError(ErrorKind.STALE_EPOCH, "epoch 'b', not 'a'")
-    status = convert.error_to_status(error)
-    assert (status.code, status.details) == (grpc.StatusCode.ABORTED, error.message)
-    back = convert.error_from_rpc(rpc_error(grpc.aio.Metadata(*status.trailing_metadata)), "peer")
-    assert (back.kind, back.message) == (error.kind, error.message)
-
-
-def test_an_rpc_that_just_failed_is_a_lost_lease_that_names_the_peer() -> None:
-    back = convert.error_from_rpc(rpc_error(grpc.aio.Metadata()), "decode worker d")
-    assert back.kind is ErrorKind.LEASE_LOST
-    assert "decode worker d" in back.message

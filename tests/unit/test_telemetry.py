@@ -8,21 +8,17 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from common.telemetry import REDACTED, configure_logging, get_logger
+from tests.logging_state import logging_restored
 
 PROMPT = "my most private thoughts"
 
 
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+    with logging_restored():
+        yield
 
 
 def json_lines(stream: io.StringIO) -> list[dict]:

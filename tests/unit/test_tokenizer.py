@@ -195,3 +195,9 @@ def copy_folder(source: Path, target: Path) -> Path:
     for path in source.glob("*.json"):
         (target / path.name).write_bytes(path.read_bytes())
     return target
+
+
+def test_no_token_holds_more_text_than_the_longest(tokenizer: Tokenizer) -> None:
+    longest = tokenizer.longest_token_chars
+    for text in ("a" * 500, " " * 500, "\n" * 500, "the quick brown fox " * 20, "日本語" * 50, "#" * 500):
+        assert len(text) <= longest * len(tokenizer.encode(text, False))

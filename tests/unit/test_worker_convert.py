@@ -72,9 +72,13 @@ def test_news_are_reservations_then_one_step_with_everything():
     target = TransferTarget("h:1", WorkerIdentity("d", "e"), b"s" * 16, 16)
     error = BatonError(ErrorKind.OVERLOADED, "full", param="p", retry_after_s=1.5)
     outputs = [
-        LegOutput("a", 3, (5, 6)),
+        LegOutput("a", 3, (5, 6), num_cached_tokens=7),
         LegOutput(
-            "b", finish_reason=FinishReason.STOP, timings=Timings(1, 2, 3, 4, 5), num_cached_tokens=8, leg_ended=True
+            "b",
+            finish_reason=FinishReason.STOP,
+            timings=Timings(queue_s=1, prefill_s=2, transfer_s=3, transfer_bytes=4, decode_s=5),
+            num_cached_tokens=8,
+            leg_ended=True,
         ),
         LegOutput("c", error=error, leg_ended=True),
     ]
@@ -83,6 +87,7 @@ def test_news_are_reservations_then_one_step_with_everything():
     assert reserved.reserved == worker_pb2.Reserved(transfer_id="t", target=TARGET)
     tokens, ended, failed = step.step.outputs
     assert (tokens.first_index, list(tokens.token_ids), tokens.leg_ended) == (3, [5, 6], False)
+    assert tokens.num_cached_tokens == 7, "a first token that ends the request is all the router waits for"
     assert not tokens.HasField("error")
     assert (ended.finish_reason, ended.num_cached_tokens, ended.leg_ended) == (common_pb2.FINISH_REASON_STOP, 8, True)
     assert ended.timings == worker_pb2.Timings(queue_s=1, prefill_s=2, transfer_s=3, transfer_bytes=4, decode_s=5)

@@ -460,7 +460,10 @@ class SequenceOutput(_message.Message):
     when the transfer has ended, does not repeat it.
     """
     num_cached_tokens: _builtins.int
-    """Tokens whose KV this leg found in its prefix cache; set from the first token on."""
+    """Tokens whose KV this leg found in its prefix cache: with the first token of
+    a prefill leg, which may be all that the router waits for, and in every
+    leg's last frame.
+    """
     leg_ended: _builtins.bool
     """This leg's last frame, whatever the cause (success, error or abort): it
     has let go of everything. Exactly one such frame a leg.

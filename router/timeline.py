@@ -1,0 +1,190 @@
+"""What became of a request, phase by phase: for GET /v1/requests/{id}/timeline, and for its trace.
+
+                    ┌ admit ┬ queue ┬ place ┬ reserve ┬ queue ┬ prefill ┬──── decode ────┐
+    router's stamps ▲       ▲       ▲       ▲         ▲                 ▲ first token    ▲ end
+    worker's durations                                  ◄─────┼─────────┘ ◄── transfer ──┘
+
+A worker says how long a phase took by its own clock; where it stands is reckoned from the arrival of the worker's frame
+at the router. So durations are exact, and places are late by a frame's delay at most. Where a worker never said (it
+died, or the request ended first), the router's own stamps stand in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from common.tracing_names import SpanName
+from router.request_record import Attempt, Failure, RequestRecord
+
+# Of requests that share an id, such as the prompts of one HTTP request, the newest.
+MAX_ENTRIES_AN_ID: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """start, end: monotonic seconds of the router; end None: not over yet. attempt: 1, 2, …
+
+    worker_id: "" for a phase of the router's own.
+    """
+
+    name: SpanName
+    start: float
+    end: float | None
+    attempt: int
+    worker_id: str = ""
+
+
+class Timeline:
+    """The newest `capacity` ended requests, by request id. An entry takes 2 to 6 KiB: 2,048 of them at most 12 MiB."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._newest: deque[RequestRecord] = deque()
+        self._by_id: dict[str, deque[RequestRecord]] = {}
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def on_end(self, record: RequestRecord) -> None:
+        if self._capacity == 0:
+            return
+        if len(self._newest) == self._capacity:
+            self._forget(self._newest.popleft())
+        self._newest.append(record)
+        self._by_id.setdefault(record.request_id, deque()).append(record)
+
+    def find(self, request_id: str) -> list[RequestRecord]:
+        """Oldest first; empty where nothing is known."""
+        return list(self._by_id.get(request_id, ()))[-MAX_ENTRIES_AN_ID:]
+
+    def _forget(self, oldest: RequestRecord) -> None:
+        records = self._by_id[oldest.request_id]
+        records.popleft()
+        if not records:
+            del self._by_id[oldest.request_id]
+
+
+def phases_of(record: RequestRecord) -> list[Phase]:
+    """In order of their start. Of a request that runs, the last ones are not over."""
+    end = None if record.outcome == "running" else record.ended_at
+    phases = [Phase(SpanName.ADMIT, record.received_at, record.submitted_at, 1)]
+    phases.append(Phase(SpanName.QUEUE, record.submitted_at, _first(record.attempts[0].placing_at, end), 1))
+    failed_at: float | None = None
+    for number, attempt in enumerate(record.attempts, start=1):
+        until = _first(attempt.failed_at, end)
+        if failed_at is not None:
+            phases.append(Phase(SpanName.MIGRATE, failed_at, _first(attempt.first_token_at, until), number))
+        phases += _phases_of_attempt(attempt, number, until)
+        # A first token alone decodes nothing.
+        if attempt.first_token_at is not None and record.usage.completion_tokens > attempt.first_index + 1:
+            phases += _decoding(attempt, attempt.first_token_at, number, until)
+        failed_at = attempt.failed_at
+    return sorted(phases, key=lambda phase: phase.start)
+
+
+def _phases_of_attempt(attempt: Attempt, number: int, end: float | None) -> Iterator[Phase]:
+    if attempt.placing_at is None:
+        return
+    yield Phase(SpanName.PLACE, attempt.placing_at, _first(attempt.placed_at, end), number)
+    if attempt.placed_at is None:
+        return
+    if attempt.prefill_id:
+        reserved_at = _first(attempt.sent_at, end)
+        yield Phase(SpanName.RESERVE, attempt.placed_at, reserved_at, number, attempt.decode_id)
+    if attempt.sent_at is not None:
+        yield from _computing(attempt, attempt.sent_at, number, end)
+        yield from _moving(attempt, attempt.sent_at, number)
+
+
+def _computing(attempt: Attempt, sent_at: float, number: int, end: float | None) -> Iterator[Phase]:
+    worker_id = attempt.prefill_id or attempt.decode_id
+    started_at, first_token_at = sent_at, attempt.first_token_at
+    if attempt.computed is not None and first_token_at is not None:
+        timings = attempt.computed.timings
+        started_at = max(sent_at, first_token_at - timings.prefill_s)
+        yield Phase(SpanName.QUEUE, max(sent_at, started_at - timings.queue_s), started_at, number, worker_id)
+    yield Phase(SpanName.PREFILL, started_at, _first(first_token_at, end), number, worker_id)
+
+
+def _moving(attempt: Attempt, sent_at: float, number: int) -> Iterator[Phase]:
+    if attempt.prefill_id and attempt.computed is not None and attempt.computed.timings.transfer_s:
+        at, timings = attempt.computed.at, attempt.computed.timings
+        yield Phase(SpanName.TRANSFER, max(sent_at, at - timings.transfer_s), at, number, attempt.prefill_id)
+
+
+def _decoding(attempt: Attempt, first_token_at: float, number: int, end: float | None) -> Iterator[Phase]:
+    started_at, decoded = first_token_at, attempt.decoded
+    if decoded is not None and decoded.timings.decode_s:
+        started_at, end = max(first_token_at, decoded.at - decoded.timings.decode_s), decoded.at
+    yield Phase(SpanName.DECODE, started_at, end, number, attempt.decode_id)
+
+
+def _first(stamp: float | None, otherwise: float | None) -> float | None:
+    return otherwise if stamp is None else stamp
+
+
+# -- as JSON
+
+
+def timeline_entry(record: RequestRecord, wall_clock_lead_s: float) -> dict[str, Any]:
+    """One request's timeline as the API shows it. wall_clock_lead_s: Unix time less the router's clock."""
+    usage, running, first_token_at = record.usage, record.outcome == "running", record.first_token_at
+    return {
+        "request_id": record.request_id,
+        "trace_id": None if record.trace is None else record.trace.trace_id,
+        "operation": record.operation,
+        "state": record.phase if running else _final_state(record),
+        "outcome": None if running else record.outcome,
+        "error": _error(record.failure),
+        "received_at": round(record.received_at + wall_clock_lead_s, 3),
+        "elapsed_ms": _ms(record.e2e_s),
+        "first_token_ms": None if first_token_at is None else _ms(first_token_at - record.received_at),
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "transfer_bytes": sum(a.computed.timings.transfer_bytes for a in record.attempts if a.computed is not None),
+        "retries": len(record.attempts) - 1,
+        "attempts": [_attempt(attempt) for attempt in record.attempts],
+        "phases": [_phase(phase, record.received_at) for phase in phases_of(record)],
+    }
+
+
+def _final_state(record: RequestRecord) -> str:
+    if record.failure is None:
+        return "finished"
+    return "aborted" if record.outcome == "abort" else "failed"
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "transfer_id": attempt.transfer_id or None,
+        "prefill_worker": attempt.prefill_id or None,
+        "decode_worker": attempt.decode_id or None,
+        "error": _error(attempt.failure),
+        "blamed_workers": list(attempt.blamed_ids),
+    }
+
+
+def _phase(phase: Phase, received_at: float) -> dict[str, Any]:
+    return {
+        "phase": phase.name,
+        "attempt": phase.attempt,
+        "worker_id": phase.worker_id or None,
+        "start_ms": _ms(phase.start - received_at),
+        "duration_ms": None if phase.end is None else _ms(phase.end - phase.start),
+    }
+
+
+def _error(failure: Failure | None) -> dict[str, str] | None:
+    return None if failure is None else {"kind": failure.kind, "message": failure.message}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
