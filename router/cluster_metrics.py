@@ -46,8 +46,9 @@ class ClusterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         running, waiting = self._dispatcher.num_running, self._dispatcher.num_waiting
         yield GaugeMetricFamily("baton_requests_running", "Requests that a worker computes", value=running)
-        text = "Requests that no worker computes yet, by priority class"
-        family = GaugeMetricFamily("baton_requests_waiting", text, labels=["priority_class"])
+        # Outside scripts read these two by their plain names: they stay without labels.
+        yield GaugeMetricFamily("baton_requests_waiting", "Requests that no worker computes yet", value=waiting)
+        family = GaugeMetricFamily("baton_queue_requests", "Waiting requests by class", labels=["priority_class"])
         family.add_metric([DEFAULT_CLASS], waiting)
         yield family
         yield self._workers()
