@@ -7,7 +7,7 @@ PYTEST_ARGS ?= --maxfail=5
 SAY = @printf '\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve test test-unit test-integration test-e2e lint format protos settings clean clean-all
+.PHONY: help setup setup-dev serve test test-unit test-integration test-e2e test-compose lint format protos settings clean clean-all
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test-integration: setup-dev  ## real Redis, UCX and gRPC on loopback
 
 test-e2e: setup-dev  ## whole clusters with the real model
 	@$(BIN)/python -m pytest tests/e2e tests/fault $(PYTEST_ARGS)
+
+test-compose: setup-dev  ## the compose file in containers, with the real model; needs docker or podman
+	@bash scripts/test_compose.sh $(PYTEST_ARGS)
 
 lint: setup-dev  ## style, types, import rules, protocol lint, generated code up to date
 	$(SAY) "ruff"

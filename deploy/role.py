@@ -23,8 +23,6 @@ def run_role(role: Role, settings: Settings) -> NoReturn:
     """Ends the process when the part has stopped. Raises StartupError where it can't start."""
     import uvloop
 
-    # Until the part handles signals itself. As a container's first process it would else not hear of them at all.
-    signal.signal(signal.SIGTERM, _end_at_once)
     worker_id = "" if role == "router" else settings.worker_id or f"{role}-{secrets.token_hex(4)}"
     configure_logging(settings.log_level, settings.log_format, role, worker_id)
     log = get_logger(__name__)
@@ -33,6 +31,8 @@ def run_role(role: Role, settings: Settings) -> NoReturn:
             f"`baton {role}` needs a Redis that all parts share: give --redis-url redis://HOST:6379 "
             "(or use `baton serve`, which starts one)"
         )
+    # Until the part handles signals itself. As a container's first process it would else not hear of them at all.
+    signal.signal(signal.SIGTERM, _end_at_once)
     model = resolve_model(settings.model, lambda line: log.info(line))
     log.info("loading libraries")
     run = _entry(role)

@@ -16,7 +16,7 @@ from common.tracing import AttributeValue, Span, SpanKind, SpanSink, TraceContex
 from common.tracing_names import SpanName
 from router.request_record import Failure, Refusal, RequestRecord
 from router.spec import Operation
-from router.timeline import Phase, phases_of
+from router.timeline import Phase, failure_of, phases_of
 
 # What the router knows of the others, the workers know better.
 _ROUTERS_OWN: Final = frozenset({SpanName.ADMIT, SpanName.QUEUE, SpanName.PLACE, SpanName.RESERVE, SpanName.MIGRATE})
@@ -35,7 +35,7 @@ class RequestTracer:
     def on_end(self, record: RequestRecord) -> None:
         if record.trace is not None and record.trace.sampled:
             parts = [_part_span(phase, record, record.trace) for phase in phases_of(record) if _is_own(phase)]
-            self._sink.export([*parts, self._root_span(record, record.trace)])
+            self._sink.export([self._root_span(record, record.trace), *parts])
 
     def on_refused(self, refusal: Refusal) -> None:
         if refusal.trace is None or not refusal.trace.sampled:
@@ -55,7 +55,7 @@ class RequestTracer:
             kind="server",
             error=_status(refusal.failure),
         )
-        self._sink.export([admit, root])
+        self._sink.export([root, admit])
 
     def _root_span(self, record: RequestRecord, trace: TraceContext) -> Span:
         usage, failure, sampling = record.usage, record.failure, record.sampling
@@ -106,8 +106,7 @@ def _is_own(phase: Phase) -> bool:
 
 def _part_span(phase: Phase, record: RequestRecord, trace: TraceContext) -> Span:
     attributes: dict[str, AttributeValue] = {names.REQUEST_ID: record.request_id, names.ATTEMPT: phase.attempt}
-    attempt = record.attempts[phase.attempt - 1]
-    error: str | None = None
+    attempt, failure = record.attempts[phase.attempt - 1], failure_of(phase, record)
     if phase.name is SpanName.RESERVE:
         attributes |= {names.WORKER_ID: attempt.decode_id, names.TRANSFER_ID: attempt.transfer_id}
     elif phase.name is SpanName.PLACE and attempt.decode_id:
@@ -117,11 +116,10 @@ def _part_span(phase: Phase, record: RequestRecord, trace: TraceContext) -> Span
         attributes |= {names.FAILED_WORKERS: failed.blamed_ids, names.NUM_OUTPUT_TOKENS: attempt.first_index}
         if failed.failure is not None:
             attributes |= {names.ERROR_TYPE: failed.failure.kind, names.ERROR_MESSAGE: failed.failure.message}
+    error: str | None = None
+    if failure is not None:
+        attributes[names.ERROR_TYPE], error = failure.kind, _status(failure)
     end = record.ended_at if phase.end is None else phase.end
-    if record.failure is not None and end == record.ended_at:
-        # The end came upon this one.
-        attributes[names.ERROR_TYPE] = record.failure.kind
-        error = _status(record.failure)
     kind: SpanKind = "client" if phase.name is SpanName.RESERVE else "internal"
     return Span(phase.name, trace.child(), phase.start, end, attributes, kind, error)
 

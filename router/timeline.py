@@ -27,7 +27,7 @@ MAX_ENTRIES_AN_ID: Final = 128
 class Phase:
     """start, end: monotonic seconds of the router; end None: not over yet. attempt: 1, 2, …
 
-    worker_id: "" for a phase of the router's own.
+    worker_id: "" for a phase of the router's own. cut: it did not end by itself, the end of its attempt came upon it.
     """
 
     name: SpanName
@@ -35,6 +35,7 @@ class Phase:
     end: float | None
     attempt: int
     worker_id: str = ""
+    cut: bool = False
 
 
 class Timeline:
@@ -74,43 +75,56 @@ class Timeline:
 def phases_of(record: RequestRecord) -> list[Phase]:
     """In order of their start. Of a request that runs, the last ones are not over."""
     end = None if record.outcome == "running" else record.ended_at
-    phases = [Phase(SpanName.ADMIT, record.received_at, record.submitted_at, 1)]
-    phases.append(Phase(SpanName.QUEUE, record.submitted_at, _first(record.attempts[0].placing_at, end), 1))
+    phases = [
+        Phase(SpanName.ADMIT, record.received_at, record.submitted_at, 1),
+        _until(SpanName.QUEUE, record.submitted_at, record.attempts[0].placing_at, end, 1),
+    ]
     failed_at: float | None = None
     for number, attempt in enumerate(record.attempts, start=1):
-        until = _first(attempt.failed_at, end)
+        cut_at = end if attempt.failed_at is None else attempt.failed_at
         if failed_at is not None:
-            phases.append(Phase(SpanName.MIGRATE, failed_at, _first(attempt.first_token_at, until), number))
-        phases += _phases_of_attempt(attempt, number, until)
+            phases.append(_until(SpanName.MIGRATE, failed_at, attempt.first_token_at, cut_at, number))
+        phases += _phases_of_attempt(attempt, number, cut_at)
         # A first token alone decodes nothing.
         if attempt.first_token_at is not None and record.usage.completion_tokens > attempt.first_index + 1:
-            phases += _decoding(attempt, attempt.first_token_at, number, until)
+            phases.append(_decoding(attempt, attempt.first_token_at, number, cut_at))
         failed_at = attempt.failed_at
     return sorted(phases, key=lambda phase: phase.start)
 
 
-def _phases_of_attempt(attempt: Attempt, number: int, end: float | None) -> Iterator[Phase]:
+def failure_of(phase: Phase, record: RequestRecord) -> Failure | None:
+    """What came upon a phase that was not over; None also where it was a regular end, such as a stop string."""
+    return (record.attempts[phase.attempt - 1].failure or record.failure) if phase.cut else None
+
+
+def _until(
+    name: SpanName, start: float, end: float | None, cut_at: float | None, number: int, worker_id: str = ""
+) -> Phase:
+    """end: the phase's own. cut_at: of the attempt, for the phase that it comes upon."""
+    return Phase(name, start, cut_at if end is None else end, number, worker_id, cut=end is None and cut_at is not None)
+
+
+def _phases_of_attempt(attempt: Attempt, number: int, cut_at: float | None) -> Iterator[Phase]:
     if attempt.placing_at is None:
         return
-    yield Phase(SpanName.PLACE, attempt.placing_at, _first(attempt.placed_at, end), number)
+    yield _until(SpanName.PLACE, attempt.placing_at, attempt.placed_at, cut_at, number)
     if attempt.placed_at is None:
         return
     if attempt.prefill_id:
-        reserved_at = _first(attempt.sent_at, end)
-        yield Phase(SpanName.RESERVE, attempt.placed_at, reserved_at, number, attempt.decode_id)
+        yield _until(SpanName.RESERVE, attempt.placed_at, attempt.sent_at, cut_at, number, attempt.decode_id)
     if attempt.sent_at is not None:
-        yield from _computing(attempt, attempt.sent_at, number, end)
+        yield from _computing(attempt, attempt.sent_at, number, cut_at)
         yield from _moving(attempt, attempt.sent_at, number)
 
 
-def _computing(attempt: Attempt, sent_at: float, number: int, end: float | None) -> Iterator[Phase]:
+def _computing(attempt: Attempt, sent_at: float, number: int, cut_at: float | None) -> Iterator[Phase]:
     worker_id = attempt.prefill_id or attempt.decode_id
     started_at, first_token_at = sent_at, attempt.first_token_at
     if attempt.computed is not None and first_token_at is not None:
         timings = attempt.computed.timings
         started_at = max(sent_at, first_token_at - timings.prefill_s)
         yield Phase(SpanName.QUEUE, max(sent_at, started_at - timings.queue_s), started_at, number, worker_id)
-    yield Phase(SpanName.PREFILL, started_at, _first(first_token_at, end), number, worker_id)
+    yield _until(SpanName.PREFILL, started_at, first_token_at, cut_at, number, worker_id)
 
 
 def _moving(attempt: Attempt, sent_at: float, number: int) -> Iterator[Phase]:
@@ -119,15 +133,12 @@ def _moving(attempt: Attempt, sent_at: float, number: int) -> Iterator[Phase]:
         yield Phase(SpanName.TRANSFER, max(sent_at, at - timings.transfer_s), at, number, attempt.prefill_id)
 
 
-def _decoding(attempt: Attempt, first_token_at: float, number: int, end: float | None) -> Iterator[Phase]:
-    started_at, decoded = first_token_at, attempt.decoded
-    if decoded is not None and decoded.timings.decode_s:
-        started_at, end = max(first_token_at, decoded.at - decoded.timings.decode_s), decoded.at
-    yield Phase(SpanName.DECODE, started_at, end, number, attempt.decode_id)
-
-
-def _first(stamp: float | None, otherwise: float | None) -> float | None:
-    return otherwise if stamp is None else stamp
+def _decoding(attempt: Attempt, first_token_at: float, number: int, cut_at: float | None) -> Phase:
+    decoded = attempt.decoded
+    if decoded is None or not decoded.timings.decode_s:
+        return _until(SpanName.DECODE, first_token_at, None, cut_at, number, attempt.decode_id)
+    started_at = max(first_token_at, decoded.at - decoded.timings.decode_s)
+    return Phase(SpanName.DECODE, started_at, decoded.at, number, attempt.decode_id)
 
 
 # -- as JSON
@@ -152,7 +163,7 @@ def timeline_entry(record: RequestRecord, wall_clock_lead_s: float) -> dict[str,
         "transfer_bytes": sum(a.computed.timings.transfer_bytes for a in record.attempts if a.computed is not None),
         "retries": len(record.attempts) - 1,
         "attempts": [_attempt(attempt) for attempt in record.attempts],
-        "phases": [_phase(phase, record.received_at) for phase in phases_of(record)],
+        "phases": [_phase(phase, record) for phase in phases_of(record)],
     }
 
 
@@ -172,13 +183,15 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _phase(phase: Phase, received_at: float) -> dict[str, Any]:
+def _phase(phase: Phase, record: RequestRecord) -> dict[str, Any]:
+    failure = failure_of(phase, record)
     return {
         "phase": phase.name,
         "attempt": phase.attempt,
         "worker_id": phase.worker_id or None,
-        "start_ms": _ms(phase.start - received_at),
+        "start_ms": _ms(phase.start - record.received_at),
         "duration_ms": None if phase.end is None else _ms(phase.end - phase.start),
+        "error": None if failure is None else failure.kind,
     }
 
 

@@ -184,7 +184,7 @@ async def test_a_hundred_requests_a_third_given_up_at_random_leave_nothing(folde
         cluster.assert_nothing_left()
         page = (await cluster.http.get("/metrics")).text
         assert "baton_requests_running 0.0" in page
-        assert 'baton_requests_waiting 0.0' in page
+        assert "baton_requests_waiting 0.0" in page
 
 
 async def test_shutdown_lets_requests_finish_within_the_grace(folder):

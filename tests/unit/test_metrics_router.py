@@ -162,7 +162,9 @@ async def test_the_registrys_age_grows_until_a_poll_succeeds():
     cluster.down = False
     await cluster.watcher.poll()
     assert cluster.value("baton_registry_age_seconds") == 0
-    assert cluster.value("baton_requests_waiting") == cluster.value("baton_queue_requests", priority_class="default") == 3
+    assert (
+        cluster.value("baton_requests_waiting") == cluster.value("baton_queue_requests", priority_class="default") == 3
+    )
     assert cluster.value("baton_requests_running") == 2
 
 

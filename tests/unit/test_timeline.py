@@ -203,8 +203,12 @@ def test_the_json_says_where_who_how_much_and_how_it_ended():
             },
         ],
     }
+    assert [(p["phase"], p["attempt"], p["error"]) for p in phases if p["error"]] == [
+        ("decode", 1, "lease_lost"), ("migrate", 2, "no_worker"), ("prefill", 2, "no_worker"),
+    ]  # fmt: skip
     assert phases[3] == {
         "phase": "reserve", "attempt": 1, "worker_id": "d0", "start_ms": 3000.0, "duration_ms": 1000.0,
+        "error": None,
     }  # fmt: skip
 
 
