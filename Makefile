@@ -78,3 +78,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(SAY) "installing Baton and what its tests need; torch is large, so this takes some minutes the first time"
 	@$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	@touch $(VENV)/.installed $@
+
+.PHONY: performance
+performance: setup-dev  ## renew docs/PERFORMANCE.md (minutes; PEERS="--vllm VENV --llama-server PATH" measures peers too)
+	@$(BIN)/python -m loadtest.performance --model "$$($(BIN)/baton model fetch | tail -n 1)" $(PEERS)

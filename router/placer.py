@@ -14,8 +14,8 @@ from router.cluster.prefix_index import PrefixIndex
 from router.cluster.worker_session import WorkerSession
 from router.policy.placement import PlacementRequest, WorkerLoad, choose, fits
 
-# How long a request that already ran waits for a worker to come (back).
-RETURN_WAIT_S: Final = 5.0
+# How long a request that already ran waits for a worker to come (back): a restarted one loads its model first.
+RETURN_WAIT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,9 @@ class OpenAiEndpoints:
             try:
                 return GenerationGroup(self._state, specs)
             except BatonError as error:  # the room that there was a moment ago is taken
-                self._state.refuse(error, request_id, specs[0].trace, specs[0].operation, specs[0].received_at)
+                # Under an id of its own: some of its prompts may have been begun, and given up again.
+                trace = None if specs[0].trace is None else specs[0].trace.sibling()
+                self._state.refuse(error, request_id, trace, specs[0].operation, specs[0].received_at)
                 raise
 
         request_id, deadline = request_id_of(request), max(spec.deadline for spec in specs)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import tracing_names as names
 from common.config import Settings
 from common.tracing import TraceContext, TraceSampler, open_sink, parse_traceparent, trace_id_of
+from common.tracing_names import EventName, SpanName
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-hexadecimal = st.integers(1).map(lambda n: f"{n:x}")
 contexts = st.builds(
     TraceContext,
     trace_id=st.integers(1, 2**128 - 1).map(lambda n: f"{n:032x}"),
@@ -87,6 +90,16 @@ def test_a_router_that_exports_nothing_passes_the_clients_context_on_as_it_is():
     passed_on = sampler.start(f"00-{TRACE}-{SPAN}-01")
     assert passed_on is not None
     assert passed_on.traceparent == f"00-{TRACE}-{SPAN}-01"
+
+
+def test_the_reference_page_has_every_name():
+    page = (Path(__file__).parents[2] / "docs" / "TRACING.md").read_text(encoding="utf-8")
+    constants = [value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)]
+    for name in [*SpanName, *EventName, *constants]:
+        assert name in page, name
+    for setting in ("otlp_endpoint", "trace_sample_ratio", "timeline_entries"):
+        assert setting in page
+        assert setting in Settings.model_fields
 
 
 def test_an_empty_endpoint_opens_nothing():

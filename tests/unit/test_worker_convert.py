@@ -32,13 +32,14 @@ SPEC = worker_pb2.SequenceSpec(
         temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**64 - 1, max_tokens=9, stop_token_ids=[7, 8]
     ),
     timeout_ms=1500,
+    traceparent="00-trace-span-01",
 )
 TARGET = worker_pb2.TransferTarget(address="h:1", worker_id="d", epoch="e", secret=b"s" * 16, num_cached_tokens=16)
 
 
 def spec(deadline: float) -> SequenceSpec:
     sampling = SamplingParams(9, 0.5, 4, 0.25, 0.125, 2**64 - 1, (7, 8))
-    return SequenceSpec("t", "r", [1, 2, 3], 2, b"h" * 16, sampling, deadline)
+    return SequenceSpec("t", "r", [1, 2, 3], 2, b"h" * 16, sampling, deadline, "00-trace-span-01")
 
 
 def convert(**frame: object) -> object:
