@@ -28,7 +28,7 @@ from common import tracing_names as names
 from common.telemetry import get_logger
 from common.tracing import Span
 
-# Spans that wait for the exporter: some 700 requests' worth, about 8 MB.
+# Spans that wait for the exporter, of some 1,500 requests at a router: about 8 MB.
 CAPACITY: Final = 8192
 BATCH_SPANS: Final = 512
 # A span waits at most this long for others to travel with.

@@ -13,7 +13,6 @@ from common.rpc.convert import (
     finish_reason_from_proto,
     finish_reason_to_proto,
 )
-from common.rpc.convert import error_to_status as error_to_status  # for common/worker/session.py
 from kv_transfer.frames import (
     AbortTransfer,
     Committed,

@@ -32,11 +32,11 @@ from common.engine.messages import (
     ReserveCommand,
 )
 from common.errors import BatonError, ErrorKind, invalid
+from common.rpc.convert import error_to_status
 from common.telemetry import get_logger
 from common.worker import convert
 from common.worker.info import WorkerInfo
 from common.worker.leg_reports import log_failed_leg
-from kv_transfer.convert import error_to_status
 
 HELLO_TIMEOUT_S: Final = 10.0
 MAX_SESSIONS: Final = 256

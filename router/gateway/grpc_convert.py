@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from baton.common.v1 import common_pb2
 from baton.inference.v1 import inference_pb2
-from common.errors import BatonError, ErrorKind, invalid
-from common.sampling_params import FinishReason
+from common.errors import BatonError, invalid
+from common.rpc import convert as rpc_convert
 from common.tracing import TraceContext
 from router.gateway.generation import TextDelta
 from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.gateway.state import ServedModel
 from router.spec import Finished
-
-_KINDS: Final = {kind: common_pb2.ErrorKind.Value(f"ERROR_KIND_{kind.name}") for kind in ErrorKind}
-_REASONS: Final = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
 def asked_from_proto(
@@ -53,18 +47,14 @@ def finished_to_proto(request_id: str, end: Finished) -> inference_pb2.GenerateR
         completion_tokens=end.usage.completion_tokens,
         cached_tokens=end.usage.cached_tokens,
     )
-    finished = inference_pb2.GenerationFinished(finish_reason=_REASONS[end.reason], usage=usage)
+    finished = inference_pb2.GenerationFinished(
+        finish_reason=rpc_convert.finish_reason_to_proto(end.reason), usage=usage
+    )
     return inference_pb2.GenerateResponse(request_id=request_id, finished=finished)
 
 
 def error_to_proto(request_id: str, error: BatonError) -> inference_pb2.GenerateResponse:
-    detail = common_pb2.ErrorDetail(
-        kind=_KINDS[error.kind],
-        message=error.message,
-        param=error.param or "",
-        retry_after_ms=int((error.retry_after_s or 0.0) * 1000),
-    )
-    return inference_pb2.GenerateResponse(request_id=request_id, error=detail)
+    return inference_pb2.GenerateResponse(request_id=request_id, error=rpc_convert.error_to_proto(error))
 
 
 def model_to_proto(model: ServedModel) -> inference_pb2.Model:

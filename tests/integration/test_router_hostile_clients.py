@@ -112,4 +112,4 @@ async def test_a_client_that_leaves_with_requests_in_its_pipeline_aborts_the_run
         writer.transport.abort()
         await cluster.until(lambda: cluster.router.dispatcher.num_in_flight == 0, "the abort", timeout_s=5)
         page = (await cluster.http.get("/metrics")).text
-        assert 'baton_requests_total{outcome="cancelled"} 1.0' in page
+        assert 'baton_requests_total{outcome="abort"} 1.0' in page
