@@ -230,15 +230,15 @@ async def test_only_missing_blocks_travel_and_none_is_fine_too(decode: RemoteDec
 async def test_a_spoiled_slot_is_rejected_and_sent_again(decode: RemoteDecode) -> None:
     store = NumpyKvStore(SMALL, 64, seed=5)
     before = (await away(decode.stats)).pieces_rejected
-    spoiled = iter([True, False, True, True])
+    spoiled = iter([True, False, True])  # two at most hit one piece, whatever the order: it has three tries
     async with sending(store, spoils=lambda: next(spoiled, False)) as sender:
         target = await away(decode.reserve, "spoiled", list(range(12)))
         outbound = Outbound(sender, "spoiled", target, 12)
         outbound.send_all(range(12))
         assert isinstance(await outbound.result(), TransferStats)
-        assert sender.stats().pieces_resent == 3
+        assert sender.stats().pieces_resent == 2
     assert await away(decode.ask, "blocks", list(range(12))) == store.blocks(range(12))
-    assert (await away(decode.stats)).pieces_rejected == before + 3
+    assert (await away(decode.stats)).pieces_rejected == before + 2
 
 
 async def test_a_line_that_always_spoils_fails_both_sides(decode: RemoteDecode) -> None:
