@@ -71,12 +71,12 @@ class Settings(BaseModel):
         "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"
     )
     num_threads: int = Field(
-        0, ge=0, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
+        0, ge=0, le=256, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
     )
 
     # transfer
-    landing_slots: int = Field(32, ge=2, description="slots of a decode worker's landing ring")
-    landing_slot_bytes: int = Field(1 << 20, ge=64 << 10, description="bytes of one landing slot")
+    landing_slots: int = Field(32, ge=2, le=1 << 16, description="slots of a decode worker's landing ring")
+    landing_slot_bytes: int = Field(1 << 20, ge=64 << 10, le=1 << 30, description="bytes of one landing slot")
     transfer_lease_s: float = Field(2.0, gt=0, description="silence after which a transfer's peer counts as dead")
     ucx_library: str = Field("", description="path of libucp; empty: the system's, then the wheel's")
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: lo on loopback, else UCX's choice")

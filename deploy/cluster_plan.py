@@ -27,15 +27,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that a worker needs, and how many workers there are."""
+    """Bytes that a worker needs, and how many workers there are. landing_bytes: of its ring, or of its staging."""
 
     weights_bytes: int
     kv_cache_bytes: int
+    landing_bytes: int
     num_workers: int
 
     @property
     def total_bytes(self) -> int:
-        return self.num_workers * (self.weights_bytes + self.kv_cache_bytes + WORKER_RUNTIME_BYTES)
+        own = self.weights_bytes + self.kv_cache_bytes + self.landing_bytes
+        return self.num_workers * (own + WORKER_RUNTIME_BYTES)
 
 
 def plan_parts(
@@ -67,7 +69,12 @@ def memory_need(settings: Settings, *, weights_file_bytes: int, file_dtype: str)
     """weights_file_bytes: of the folder's safetensors files; file_dtype: what they hold (torch's name)."""
     dtype = file_dtype if settings.dtype == "auto" else settings.dtype
     ratio = DTYPE_BYTES.get(dtype, 4) / DTYPE_BYTES.get(file_dtype, 2)
-    return MemoryNeed(int(weights_file_bytes * ratio), settings.kv_cache_bytes, settings.prefill + settings.decode)
+    return MemoryNeed(
+        weights_bytes=int(weights_file_bytes * ratio),
+        kv_cache_bytes=settings.kv_cache_bytes,
+        landing_bytes=settings.landing_slots * settings.landing_slot_bytes,
+        num_workers=settings.prefill + settings.decode,
+    )
 
 
 def to_toml(values: Mapping[str, Any]) -> str:

@@ -94,8 +94,11 @@ class LocalCluster:
         """Start router and workers; Redis must answer already. Returns at once."""
         for part in self._parts:
             config = self._run_dir / f"{part.name}.toml"
-            config.touch(mode=0o600)
-            config.write_text(to_toml(part.settings), encoding="utf-8")
+            try:
+                config.touch(mode=0o600)
+                config.write_text(to_toml(part.settings), encoding="utf-8")
+            except OSError as error:
+                raise StartupError(f"can't write {config}: {error.strerror}; make room or set TMPDIR") from None
             spec = ChildSpec(part.name, self._command(part, config), self._run_dir / f"{part.name}.log")
             child = Child(spec, self._policy, self._on_give_up)
             self.children[part.name] = child

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from redis import Redis
+from redis.exceptions import RedisError
 
 from common.errors import StartupError
 from common.kernels.cpu.build import CpuIsa, has_prebuilt
 from deploy.cluster_plan import MemoryNeed
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
+REDIS_TIMEOUT_S: Final = 3.0
 _ANY_HOST: Final = frozenset({"", "0.0.0.0", "::"})
 
 
@@ -35,11 +38,32 @@ def check_port(host: str, port: int, option: str) -> int:
 
 def choose_grpc_port(host: str, wanted: int, http_port: int) -> int:
     """The gRPC port: as wanted, else the one after HTTP's, else any free one."""
+    if wanted and wanted == http_port:
+        raise StartupError(f"--port and --grpc-port are both {wanted}: give each a number of its own")
     if wanted:
         return check_port(host, wanted, "--grpc-port")
     with contextlib.suppress(StartupError, OverflowError):
         return check_port(host, http_port + 1, "--grpc-port")
     return check_port(host, 0, "--grpc-port")
+
+
+def check_redis(url: str) -> None:
+    """Raises StartupError where no Redis answers at `url`; the message holds no password."""
+    try:
+        client = Redis.from_url(url, socket_connect_timeout=REDIS_TIMEOUT_S, socket_timeout=REDIS_TIMEOUT_S)
+    except ValueError as error:
+        message = f"redis_url is not understood: {error}; write redis://HOST:6379 or unix:///PATH"
+        raise StartupError(message) from None
+    where = client.get_connection_kwargs()
+    place = where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
+    try:
+        client.ping()
+    except (RedisError, OSError) as error:
+        raise StartupError(
+            f"no Redis at {place}: {error}; start it, or leave redis_url out: `baton serve` starts its own"
+        ) from None
+    finally:
+        client.close()
 
 
 def check_memory(need: MemoryNeed, available_bytes: int) -> None:
@@ -48,7 +72,8 @@ def check_memory(need: MemoryNeed, available_bytes: int) -> None:
         return
     raise StartupError(
         f"too little memory: {need.num_workers} workers need about {_gib(need.total_bytes)} "
-        f"(each {_gib(need.weights_bytes)} of weights, {_gib(need.kv_cache_bytes)} of KV cache, and its runtime), "
+        f"(each {_gib(need.weights_bytes)} of weights, {_gib(need.kv_cache_bytes)} of KV cache, "
+        f"{_gib(need.landing_bytes)} for transfers, and its runtime), "
         f"{_gib(available_bytes)} is free: end other programs, start fewer workers, "
         f"or set a smaller kv_cache_bytes (--set kv_cache_bytes={64 << 20})"
     )

@@ -67,6 +67,8 @@ def prepare(settings: Settings, console: Console, *, demo: bool) -> Prepared:
     started = time.monotonic()
     port = preflight.check_port(settings.host, settings.port, "--port")
     grpc_port = preflight.choose_grpc_port(settings.host, settings.grpc_port, port)
+    if redis_url := settings.redis_url.get_secret_value():
+        preflight.check_redis(redis_url)
     with StartupDisplay(console) as display:
         folder = resolve_model(settings.model, lambda line: display.say("model", line))
         model = check_model(folder, settings.dtype)

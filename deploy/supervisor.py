@@ -142,13 +142,23 @@ class Child:
             log.warning(
                 "died; restarting", child=self.spec.name, exit=how, in_s=verdict.delay_s, log=str(self.spec.log_path)
             )
-            if await _is_set_within(self._stop_asked, verdict.delay_s):
+            if not await self._spawn_again(env, verdict.delay_s):
                 break
             started = clock()
-            self._spawn(env)
         if self.state is not ChildState.STOPPING:
             self._move(ChildState.STOPPING)
         self._move(ChildState.ENDED)
+
+    async def _spawn_again(self, env: dict[str, str], delay_s: float) -> bool:
+        """Until the machine lets us (memory, process table, disk). False: a stop was asked for meanwhile."""
+        while not await _is_set_within(self._stop_asked, delay_s):
+            try:
+                self._spawn(env)
+                return True
+            except OSError as error:
+                delay_s = self._policy.longest_delay_s
+                log.warning("can't be started; trying again", child=self.spec.name, reason=str(error), in_s=delay_s)
+        return False
 
     def _last_words(self, exit_code: int, fast_deaths: int) -> GaveUpError:
         reason = startup_error(self.spec.log_path) if exit_code == STARTUP_ERROR_EXIT else ""

@@ -9,6 +9,7 @@ One reader takes the client's frames, one writer sends; a generation needs no ta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final, TypeAlias
@@ -16,7 +17,8 @@ from typing import Final, TypeAlias
 import grpc
 
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
-from common.errors import BatonError, invalid
+from common.errors import BatonError, ErrorKind, invalid
+from common.rpc.convert import error_to_status
 from common.telemetry import get_logger
 from router.gateway import grpc_convert as convert
 from router.gateway.errors import as_baton_error
@@ -29,6 +31,7 @@ from router.spec import Finished, Operation
 MAX_REQUEST_ID_CHARS: Final = 128
 # Error frames that a client which reads nothing can make us keep.
 MAX_PENDING_ERRORS: Final = 1024
+CLOSE_TIMEOUT_S: Final = 1.0
 
 _log = get_logger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -75,6 +78,8 @@ class _GenerateStream:
         self._errors: deque[inference_pb2.GenerateResponse] = deque()
         self._wake = _Wake()
         self._no_more_starts = False
+        # Why the stream can't go on; its status says so, lest requests without an end frame look like success.
+        self._broken: BatonError | None = None
         # Of the stream, and so of all requests on it.
         self._traceparent = _metadata_value(context, "traceparent")
 
@@ -88,13 +93,18 @@ class _GenerateStream:
             while not (self._no_more_starts and not self._running and not self._errors):
                 await self._write_news(await self._mailbox.get())
         except ClosedMailboxError:
-            return  # the client is gone
+            pass
         finally:
             for generation in self._running.values():
                 generation.close()
             self._running.clear()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+        if self._broken is not None:
+            # A client that reads nothing takes no status either.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._context.abort(*error_to_status(self._broken))
 
     # -- from the client
 
@@ -111,7 +121,11 @@ class _GenerateStream:
         except Exception as error:
             # Without a reader nobody could abort: the stream is over, and the log says why.
             _log.info("client stream broke", reason=str(error) or type(error).__name__)
-            self._mailbox.close()
+            self._break(invalid("a frame can't be read; what ran on this stream was aborted"))
+
+    def _break(self, error: BatonError) -> None:
+        self._broken = error
+        self._mailbox.close()
 
     async def _start(self, start: inference_pb2.StartGeneration) -> None:
         state, request_id = self._state, start.request_id
@@ -142,7 +156,7 @@ class _GenerateStream:
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._errors.append(convert.error_to_proto(request_id, error))
         if len(self._errors) > MAX_PENDING_ERRORS:
-            self._mailbox.close()
+            self._break(BatonError(ErrorKind.OVERLOADED, f"the client left {MAX_PENDING_ERRORS} error frames unread"))
         self._mailbox.post(self._wake)
 
     # -- to the client

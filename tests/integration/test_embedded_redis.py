@@ -16,6 +16,7 @@ import redis
 
 from common.embedded_redis import EmbeddedRedis, answers_ping, redis_socket_path
 from common.errors import StartupError
+from deploy.preflight import check_redis
 from tests.processes import gone
 
 OWNER = """
@@ -93,3 +94,24 @@ def test_a_directory_made_for_the_socket_is_private():
     with contextlib.ExitStack() as stack:
         path = redis_socket_path(None, stack)
         assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://host", "redis_url is not understood"),
+        ("redis://127.0.0.1:abc", "redis_url is not understood"),
+        ("redis://:hunter2@127.0.0.1:1", r"no Redis at 127\.0\.0\.1:1: "),
+        ("unix:///no/such.sock", r"no Redis at /no/such\.sock: "),
+    ],
+)
+def test_a_redis_that_does_not_answer_is_told_before_anything_starts(url, told):
+    with pytest.raises(StartupError, match=told) as error:
+        check_redis(url)
+    assert "\n" not in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_redis_that_answers_passes():
+    with EmbeddedRedis() as server:
+        check_redis(server.url)

@@ -223,3 +223,16 @@ async def test_shutdown_ends_streams_with_their_frames(folder):
         await client.rest()
         assert client.ends["a"][0].kind == common_pb2.ERROR_KIND_DRAINING
         assert await client.call.code() == grpc.StatusCode.OK
+
+
+async def test_a_frame_that_cannot_be_read_ends_the_stream_with_an_error_status(folder):
+    """Requests that ran on it get no end frame: OK would be a lie."""
+    async with mock_cluster(folder, step_s=0.01) as cluster:
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            call = channel.stream_stream("/baton.inference.v1.InferenceService/Generate")()
+            await call.write(start("a", sampling={"max_tokens": 40}).SerializeToString())
+            await call.read()
+            await call.write(b"\xff\xff\xff")
+            assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.INVALID_ARGUMENT
+            assert "can't be read" in await call.details()
+        await cluster.until(lambda: cluster.router.dispatcher.num_in_flight == 0, "the abort")

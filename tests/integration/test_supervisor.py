@@ -95,6 +95,33 @@ async def test_a_child_that_dies_is_started_again(tmp_path):
     assert supervised.child.state is ChildState.ENDED
 
 
+async def test_a_restart_that_the_machine_refuses_is_tried_again(tmp_path, monkeypatch):
+    """A failed fork must not leave the part dead for good, and nobody told."""
+    supervised = Supervised(tmp_path, SLEEPS)
+    refusals = iter([OSError("no memory")] * 2)
+    popen = subprocess.Popen
+
+    def short_of_memory(*args, **options):
+        for refusal in refusals:
+            raise refusal
+        return popen(*args, **options)
+
+    monkeypatch.setattr("deploy.supervisor.subprocess.Popen", short_of_memory)
+    first = supervised.child.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: supervised.child.pid not in (first, None))
+    assert supervised.child.state is ChildState.RUNNING
+    await supervised.child.stop(5)
+
+
+async def test_a_run_directory_that_takes_no_files_is_told_in_one_line(tmp_path):
+    parts = plan_parts(load_settings({}, environ={}), redis_url="u", model="/m", port=1, grpc_port=2, num_cores=1)
+    cluster = LocalCluster(parts, tmp_path / "gone", POLICY, print, stand_in_command)
+    with pytest.raises(StartupError, match=r"can't write .*router\.toml: No such file or directory; make room"):
+        cluster.start()
+    await cluster.stop(0.5)
+
+
 async def test_one_that_keeps_dying_is_given_up_with_its_last_lines(tmp_path):
     supervised = Supervised(tmp_path, "print('what went wrong'); raise SystemExit(7)")
     async with asyncio.timeout(DEADLINE_S):

@@ -14,7 +14,7 @@ from common.errors import StartupError
 from deploy.child_log import event_of, last_event, startup_error, tail
 from deploy.cluster_plan import MemoryNeed, memory_need, plan_parts, worker_threads
 from deploy.paths import KEEP_DEAD_RUN_S, RUN_PREFIX, baton_home, remove_dead_runs, run_directory
-from deploy.preflight import available_memory_bytes, check_memory, compiler_note
+from deploy.preflight import available_memory_bytes, check_memory, choose_grpc_port, compiler_note
 from deploy.restart_policy import STARTUP_ERROR_EXIT, RestartPolicy, after_death, describe_exit
 
 MIB = 1 << 20
@@ -64,8 +64,27 @@ def test_memory_counts_the_dtype_that_runs():
     assert (need.weights_bytes, need.num_workers) == (200, 3)
 
 
+def test_memory_counts_the_landing_ring():
+    small, large = (
+        memory_need(load_settings({"landing_slots": n}, environ={}), weights_file_bytes=100, file_dtype="float32")
+        for n in (2, 1002)
+    )
+    assert large.total_bytes - small.total_bytes == 2 * 1000 * MIB
+
+
+@pytest.mark.parametrize("key", ["landing_slots", "landing_slot_bytes", "num_threads"])
+def test_a_size_that_no_machine_has_is_refused_before_it_is_allocated(key):
+    with pytest.raises(StartupError, match=rf"bad value for '{key}'.*less than"):
+        load_settings({key: 10**12}, environ={})
+
+
+def test_one_port_for_both_protocols_is_refused():
+    with pytest.raises(StartupError, match="--port and --grpc-port are both 8000"):
+        choose_grpc_port("127.0.0.1", 8000, 8000)
+
+
 def test_too_little_memory_is_told_with_what_to_do():
-    need = MemoryNeed(weights_bytes=500 * MIB, kv_cache_bytes=512 * MIB, num_workers=2)
+    need = MemoryNeed(weights_bytes=500 * MIB, kv_cache_bytes=512 * MIB, landing_bytes=32 * MIB, num_workers=2)
     check_memory(need, need.total_bytes)
     with pytest.raises(
         StartupError, match=r"too little memory: 2 workers need about 2\.8 GiB .* kv_cache_bytes"
