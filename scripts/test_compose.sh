@@ -6,7 +6,7 @@
 # Memory: 4 GB. Ports: free ones of 127.0.0.1.
 #   IMAGE_BUILD      how to build, called as: $IMAGE_BUILD TAG FOLDER -f FILE --target NAME [ARG…]; default: the engine's
 #                    own build. For a machine whose package registries need certificates or settings inside the build.
-#   TORCH_CPU_INDEX  where pip finds torch for the CPU; empty: where pip's settings say; unset: PyTorch's own index
+#   TORCH_CPU_INDEX  where pip finds torch for the CPU; empty or unset: where pip's settings say
 #   arguments        go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
