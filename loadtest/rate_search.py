@@ -11,30 +11,30 @@ from typing import Any, Final
 from loadtest.errors import BenchError
 from loadtest.slo import Slo
 
-# Below start / 256 there is nothing to find.
-_MAX_HALVINGS: Final = 8
+# Below this part of the start there is nothing to find.
+_FLOOR: Final = 1 / 256
 _NEAR_MISS: Final = 0.1
 LOST_CAUSE: Final = "the objective is out of reach"
 
 
 @dataclass(slots=True)
 class RateSearch:
-    """Pure search over rates: doubles from `start` until a rate fails (halves if `start` itself fails), then bisects
-    geometrically until best and failed lie within `tolerance` of each other. best: 0.0 while none has passed."""
+    """Pure search over rates: doubles from `start` until a rate fails (halves, down to start / 256, if `start` itself
+    fails), then bisects geometrically until best and failed lie within `tolerance` of each other. best: 0.0 while none
+    has passed."""
 
     start: float
     max_rate: float
     tolerance: float = 0.05
     best: float = 0.0
     failed: float = math.inf
-    halvings: int = 0
 
     def next_rate(self) -> float | None:
         """The rate to try; None when the answer is found or can't be."""
         if not self.best:
             if math.isinf(self.failed):
                 return min(self.start, self.max_rate)
-            return self.failed / 2 if self.halvings < _MAX_HALVINGS else None
+            return self.failed / 2 if self.failed / 2 >= self.start * _FLOOR else None
         if math.isinf(self.failed):
             return min(self.best * 2, self.max_rate) if self.best < self.max_rate else None
         return math.sqrt(self.best * self.failed) if self.failed > self.best * (1 + self.tolerance) else None
@@ -44,7 +44,6 @@ class RateSearch:
             self.best = max(self.best, rate)
         else:
             self.failed = min(self.failed, rate)
-            self.halvings += not self.best
 
 
 @dataclass(frozen=True, slots=True)

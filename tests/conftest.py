@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis
@@ -9,9 +10,11 @@ import pytest
 
 from deploy.model_fetch import fetch_default_model
 
-# No test may fail because the machine is busy.
-hypothesis.settings.register_profile("baton", deadline=None)
-hypothesis.settings.load_profile("baton")
+# No test may fail because the machine is busy, and a commit's verdict is the same each time it is asked for.
+# HYPOTHESIS_PROFILE=explore looks for new examples: run by hand, and by night.
+hypothesis.settings.register_profile("baton", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 
 
 @pytest.fixture(scope="session")

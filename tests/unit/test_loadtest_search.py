@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loadtest.errors import BenchError
@@ -42,6 +42,8 @@ class SimulatedServer:
 
 
 @settings(max_examples=60)
+@example(17.0 / 2**8, 17.0, 0.02)
+@example(17.0 / 2**7, 17.0, 0.02)
 @given(st.floats(0.05, 900.0), st.floats(0.1, 50.0), st.sampled_from([0.02, 0.05, 0.2]))
 async def test_a_known_capacity_is_found_within_the_tolerance(capacity, start, tolerance):
     server = SimulatedServer(capacity)
@@ -84,7 +86,7 @@ async def test_a_hopeless_objective_is_said_to_be_so():
     outcome = await SimulatedServer(0.0).search(start_rate=8.0)
     assert outcome.best == 0.0
     assert "no rate" in outcome.ended
-    assert len(outcome.probes) == 8
+    assert [probe.rate for probe in outcome.probes] == [8.0 / 2**k for k in range(9)]
 
 
 async def test_no_probe_starts_that_would_end_after_the_time_is_up():
