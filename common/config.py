@@ -117,17 +117,10 @@ class Resolved:
     origin: Mapping[str, str]
 
 
-def load_settings(
-    cli: Mapping[str, Any], *, config: Path | None = None, environ: Mapping[str, str] | None = None
-) -> Settings:
-    """Merge the four sources. `cli` holds only what was given. Raises StartupError naming source, key and remedy."""
-    return resolve_settings(cli, config=config, environ=environ).settings
-
-
 def resolve_settings(
     cli: Mapping[str, Any], *, config: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> Resolved:
-    """As load_settings, with the origin of each value. None in `cli` means not given."""
+    """Merge the four sources. None in `cli` means not given. Raises StartupError naming source, key and remedy."""
     env = os.environ if environ is None else environ
     path = config or (Path(env["BATON_CONFIG"]) if env.get("BATON_CONFIG") else None)
     merged: dict[str, Any] = {}

@@ -9,8 +9,7 @@ from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import PrefixCache
-from common.worker.binding import bind
-from common.worker.grpc_server import TRANSFER_SERVICE
+from common.worker.binding import TRANSFER_SERVICE, bind
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
 from common.worker.loading import LoadedModel, load
 from decode_service.scheduler import DecodeScheduler

@@ -25,6 +25,7 @@ from redis.backoff import NoBackoff
 
 from common.config import Settings
 from common.errors import BatonError, ErrorKind, StartupError
+from common.rpc.grpc_server import GrpcServer
 from common.tasks import end_task
 from common.telemetry import get_logger
 from common.tracing import SpanSink, TraceSampler, open_sink
@@ -41,7 +42,7 @@ from router.observers import Observers
 from router.placer import Placer
 from router.request_trace import RequestTracer
 from router.served_model import load_served_model
-from router.servers import GrpcServer, HttpServer
+from router.servers import INFERENCE_SERVICE, HttpServer, bind_grpc
 from router.timeline import Timeline
 
 # For answers that were failed at the end of the grace period to reach their clients.
@@ -115,11 +116,12 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
 
         http = HttpServer(build_app(state), settings.host, settings.port, settings.shutdown_grace_s + LAST_WORDS_S)
         stack.callback(http.close)
-        grpc_server = GrpcServer(InferenceServicer(state), settings.host, settings.grpc_port)
-        await grpc_server.start()
+        servicer = InferenceServicer(state)
+        grpc_server = bind_grpc(servicer, settings.host, settings.grpc_port)
+        await grpc_server.start((INFERENCE_SERVICE,))
         http.start()
         stack.push_async_callback(end_task, asyncio.create_task(watcher.run(), name="registry"))
-        stack.push_async_callback(_drain, dispatcher, http, grpc_server, sink, settings.shutdown_grace_s)
+        stack.push_async_callback(_drain, dispatcher, http, grpc_server, servicer, sink, settings.shutdown_grace_s)
         health = asyncio.create_task(_follow_readiness(state, grpc_server), name="health")
         stack.push_async_callback(end_task, health)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -127,7 +129,12 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
 
 
 async def _drain(
-    dispatcher: Dispatcher, http: HttpServer, grpc_server: GrpcServer, sink: SpanSink | None, grace_s: float
+    dispatcher: Dispatcher,
+    http: HttpServer,
+    grpc_server: GrpcServer,
+    servicer: InferenceServicer,
+    sink: SpanSink | None,
+    grace_s: float,
 ) -> None:
     """Requests that run may finish within grace_s; those that don't, fail with DRAINING. Spans go in what is left."""
     grace_ends = time.monotonic() + grace_s
@@ -135,6 +142,7 @@ async def _drain(
     dispatcher.refuse_new(error)
     await grpc_server.set_serving(False)
     http.stop_accepting()
+    servicer.drain()
     grpc_stopped = asyncio.create_task(grpc_server.stop(grace_s + LAST_WORDS_S))
     await dispatcher.wait_empty(grace_s)
     dispatcher.fail_all(error)

@@ -10,31 +10,27 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
-import grpc
 import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import StartupError
+from common.rpc.grpc_server import GrpcServer
 from router.gateway.grpc_api import InferenceServicer
 from router.http_protocol import BoundedHttpProtocol
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
 TICK_S: Final = 1.0
-GRPC_OPTIONS: Final = (
-    # Without it a second server on the port would silently take half of the calls.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 16 << 20),
+GRPC_OPTIONS: Final = {
+    "grpc.max_receive_message_length": 16 << 20,
     # Clients that ping a silent stream are not attackers.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-)
-_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    "grpc.http2.min_ping_interval_without_data_ms": 5000,
+    "grpc.keepalive_time_ms": 30_000,
+    "grpc.keepalive_timeout_ms": 10_000,
+    "grpc.http2.ping_timeout_ms": 10_000,
+}
+INFERENCE_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
 class _Uvicorn(uvicorn.Server):
@@ -98,37 +94,11 @@ class HttpServer:
         self._socket.close()
 
 
-class GrpcServer:
-    """As HttpServer, for the public gRPC API with health and reflection."""
-
-    def __init__(self, servicer: InferenceServicer, host: str, port: int) -> None:
-        self._servicer = servicer
-        self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=GRPC_OPTIONS)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        address = f"[{host}]" if ":" in host else host
-        try:
-            self.port = self._server.add_insecure_port(f"{address}:{port}")
-        except RuntimeError:
-            raise StartupError(_in_use(host, port, "--grpc-port")) from None
-
-    async def start(self) -> None:
-        await self.set_serving(False)
-        await self._server.start()
-
-    async def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers, for the server as a whole and for the inference service."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", _SERVICE):
-            await self._health.set(name, status)
-
-    async def stop(self, grace_s: float) -> None:
-        """New calls are refused at once; running ones are cancelled after grace_s. Streams end once they are idle."""
-        self._servicer.drain()
-        await self._server.stop(grace_s)
+def bind_grpc(servicer: InferenceServicer, host: str, port: int) -> GrpcServer:
+    """The public gRPC API, bound and not started; start it for INFERENCE_SERVICE. Raises StartupError."""
+    server = GrpcServer(host, port, options=GRPC_OPTIONS, remedy="stop the other server or pass --grpc-port")
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.server)
+    return server
 
 
 def _bind(host: str, port: int, option: str) -> socket.socket:

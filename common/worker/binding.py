@@ -5,16 +5,30 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
 from common.config import Settings
 from common.metrics import new_registry
 from common.registry import Role
-from common.worker.grpc_server import GrpcServer
+from common.rpc.grpc_server import GrpcServer
 from common.worker.info import WorkerInfo, new_epoch
 from common.worker.loading import LoadedModel
 from common.worker.metrics import MetricsServer
+
+WORKER_SERVICE: Final = "baton.worker.v1.WorkerService"
+TRANSFER_SERVICE: Final = "baton.transfer.v1.TransferService"
+# Peers that ping each second, to notice a dead one soon, are welcome; and we ping them.
+_GRPC_OPTIONS: Final = {
+    "grpc.keepalive_time_ms": 5000,
+    "grpc.keepalive_timeout_ms": 5000,
+    "grpc.http2.ping_timeout_ms": 5000,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.http2.max_ping_strikes": 0,
+    "grpc.http2.min_recv_ping_interval_without_data_ms": 500,
+    "grpc.max_receive_message_length": 64 << 20,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,9 @@ class Binding:
 
 async def bind(settings: Settings, role: Role, loaded: LoadedModel) -> Binding:
     """Raises StartupError where a port can't be had."""
-    server = GrpcServer(settings.host, settings.grpc_port)
+    server = GrpcServer(
+        settings.host, settings.grpc_port, options=_GRPC_OPTIONS, remedy="stop the other server or set grpc_port"
+    )
     registry = new_registry()
     try:
         metrics_server = MetricsServer(settings.host, settings.metrics_port, registry)

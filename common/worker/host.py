@@ -25,8 +25,7 @@ from common.engine.runner import Runner
 from common.errors import StartupError
 from common.telemetry import get_logger
 from common.tracing import open_sink
-from common.worker.binding import Binding
-from common.worker.grpc_server import WORKER_SERVICE
+from common.worker.binding import WORKER_SERVICE, Binding
 from common.worker.info import WorkerInfo
 from common.worker.leg_reports import LegReporter
 from common.worker.metrics import WorkerMetrics

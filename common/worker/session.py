@@ -117,10 +117,6 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         self._load = LoadReport(num_free_blocks=info.num_blocks, num_blocks=info.num_blocks)
         self._closing = False
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
     # From the engine, by way of the event loop
 
     def on_news(self, news: EngineNews) -> None:

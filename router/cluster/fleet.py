@@ -32,6 +32,7 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._was_complete = False
         # Of workers that are gone; a counter must not fall when one leaves.
         self._late_frames_of_gone = 0
         self._events_of_gone: Counter[tuple[Role, SessionEvent]] = Counter()
@@ -71,8 +72,16 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be served: both roles, or decode alone where no prefill worker exists at all."""
-        return bool(self.usable("decode")) and bool(self.usable("prefill") or not self.sessions("prefill"))
+        """Whether requests should come: decode is there, and so is prefill, if such a worker exists.
+
+        The second half holds only until the first time it is met. Afterwards a prefill worker that registers, or is
+        lost, changes nothing: the decode workers compute prompts meanwhile.
+        """
+        if not self.usable("decode"):
+            return False
+        if not self._was_complete:
+            self._was_complete = bool(self.usable("prefill") or not self.sessions("prefill"))
+        return self._was_complete
 
     @property
     def num_late_frames(self) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config import load_settings
+from common.config import resolve_settings
 from common.embedded_redis import answers_ping
 from common.errors import StartupError
 from common.registry import worker_key
@@ -115,7 +115,9 @@ async def test_a_restart_that_the_machine_refuses_is_tried_again(tmp_path, monke
 
 
 async def test_a_run_directory_that_takes_no_files_is_told_in_one_line(tmp_path):
-    parts = plan_parts(load_settings({}, environ={}), redis_url="u", model="/m", port=1, grpc_port=2, num_cores=1)
+    parts = plan_parts(
+        resolve_settings({}, environ={}).settings, redis_url="u", model="/m", port=1, grpc_port=2, num_cores=1
+    )
     cluster = LocalCluster(parts, tmp_path / "gone", POLICY, print, stand_in_command)
     with pytest.raises(StartupError, match=r"can't write .*router\.toml: No such file or directory; make room"):
         cluster.start()
@@ -185,7 +187,7 @@ async def test_a_cluster_is_ready_when_every_part_is_and_stops_without_an_orphan
     given_up: list[GaveUpError] = []
     redis = EmbeddedRedisPart(tmp_path, POLICY, given_up.append)
     await redis.start()
-    settings = load_settings({"prefill": 2, "decode": 1}, environ={})
+    settings = resolve_settings({"prefill": 2, "decode": 1}, environ={}).settings
     port = check_port("127.0.0.1", 0, "--port")
     parts = plan_parts(settings, redis_url=redis.url, model="/m", port=port, grpc_port=1, num_cores=2)
     cluster = LocalCluster(parts, tmp_path, POLICY, given_up.append, stand_in_command)
@@ -219,7 +221,9 @@ async def test_a_redis_that_dies_comes_back_on_the_same_socket(tmp_path):
 def test_a_part_is_run_by_this_interpreter_with_nothing_from_our_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("BATON_PORT", "1")
     assert "BATON_PORT" not in child_environment()
-    part = plan_parts(load_settings({}, environ={}), redis_url="r", model="m", port=1, grpc_port=2, num_cores=1)[0]
+    part = plan_parts(
+        resolve_settings({}, environ={}).settings, redis_url="r", model="m", port=1, grpc_port=2, num_cores=1
+    )[0]
     command = part_command(part, tmp_path / "c.toml")
     assert command[0] == sys.executable
     assert command[-3:] == ["router", "--config", str(tmp_path / "c.toml")]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import load_settings
+from common.config import resolve_settings
 from common.errors import StartupError
 from deploy.child_log import event_of, last_event, startup_error, tail
 from deploy.cluster_plan import MemoryNeed, memory_need, plan_parts, worker_threads
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def parts_of(**settings):
     return plan_parts(
-        load_settings(settings, environ={}),
+        resolve_settings(settings, environ={}).settings,
         redis_url="unix:///r",
         model="/m",
         port=8000,
@@ -39,7 +39,7 @@ def test_every_part_gets_its_own_id_and_the_users_settings():
     for part in parts:
         assert part.settings["max_running"] == 7
         assert part.settings["model"] == "/m"
-        load_settings(part.settings, environ={})  # a valid set
+        resolve_settings(part.settings, environ={})  # a valid set
     assert parts[0].settings["host"] == "0.0.0.0"
     assert parts[0].settings["port"] == 8000
     assert {p.settings["host"] for p in parts[1:]} == {"127.0.0.1"}
@@ -59,14 +59,16 @@ def test_a_thread_count_that_is_set_is_kept():
 
 
 def test_memory_counts_the_dtype_that_runs():
-    settings = load_settings({"dtype": "float32", "kv_cache_bytes": MIB, "decode": 2}, environ={})
+    settings = resolve_settings({"dtype": "float32", "kv_cache_bytes": MIB, "decode": 2}, environ={}).settings
     need = memory_need(settings, weights_file_bytes=100, file_dtype="bfloat16")
     assert (need.weights_bytes, need.num_workers) == (200, 3)
 
 
 def test_memory_counts_the_landing_ring():
     small, large = (
-        memory_need(load_settings({"landing_slots": n}, environ={}), weights_file_bytes=100, file_dtype="float32")
+        memory_need(
+            resolve_settings({"landing_slots": n}, environ={}).settings, weights_file_bytes=100, file_dtype="float32"
+        )
         for n in (2, 1002)
     )
     assert large.total_bytes - small.total_bytes == 2 * 1000 * MIB
@@ -75,7 +77,7 @@ def test_memory_counts_the_landing_ring():
 @pytest.mark.parametrize("key", ["landing_slots", "landing_slot_bytes", "num_threads"])
 def test_a_size_that_no_machine_has_is_refused_before_it_is_allocated(key):
     with pytest.raises(StartupError, match=rf"bad value for '{key}'.*less than"):
-        load_settings({key: 10**12}, environ={})
+        resolve_settings({key: 10**12}, environ={})
 
 
 def test_one_port_for_both_protocols_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Settings, load_settings, resolve_settings
+from common.config import Settings, resolve_settings
 from common.errors import StartupError
 from deploy import settings_text
 from deploy.cluster_plan import to_toml
@@ -39,10 +39,10 @@ def test_each_source_overrides_the_next(tmp_path):
 
 def test_the_environment_names_the_file(tmp_path):
     config = write(tmp_path, "port = 1\n")
-    assert load_settings({}, environ={"BATON_CONFIG": str(config)}).port == 1
+    assert resolve_settings({}, environ={"BATON_CONFIG": str(config)}).settings.port == 1
     other = tmp_path / "other.toml"
     other.write_text("port = 5\n")
-    assert load_settings({}, config=other, environ={"BATON_CONFIG": str(config)}).port == 5
+    assert resolve_settings({}, config=other, environ={"BATON_CONFIG": str(config)}).settings.port == 5
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_the_environment_names_the_file(tmp_path):
 )
 def test_what_is_wrong_is_told_with_its_source(tmp_path, cli, text, env, expected):
     with pytest.raises(StartupError) as error:
-        load_settings(cli, config=write(tmp_path, text), environ=env)
+        resolve_settings(cli, config=write(tmp_path, text), environ=env)
     assert expected in one_line(error)
 
 
 def test_a_missing_file_is_told_by_its_path(tmp_path):
     with pytest.raises(StartupError) as error:
-        load_settings({}, config=tmp_path / "none.toml", environ={})
+        resolve_settings({}, config=tmp_path / "none.toml", environ={})
     assert str(tmp_path / "none.toml") in one_line(error)
 
 
 def test_settings_can_not_be_written():
     with pytest.raises(ValueError, match="frozen"):
-        load_settings({}, environ={}).port = 1
+        resolve_settings({}, environ={}).settings.port = 1
 
 
 def test_the_effective_set_is_a_settings_file_that_hides_secrets(tmp_path):
@@ -82,7 +82,7 @@ def test_the_effective_set_is_a_settings_file_that_hides_secrets(tmp_path):
     text = settings_text.effective(resolved)
     assert "hunter2" not in text
     assert "hunter2" not in repr(resolved.settings)
-    again = load_settings({}, config=write(tmp_path, text), environ={})
+    again = resolve_settings({}, config=write(tmp_path, text), environ={}).settings
     assert again.port == 7
     assert again.model_fields_set == set(Settings.model_fields)
 
@@ -91,7 +91,7 @@ def test_the_effective_set_is_a_settings_file_that_hides_secrets(tmp_path):
 def test_settings_survive_the_file_that_a_child_reads(tmp_path_factory, model, max_running, request_timeout_s):
     values = {"model": model, "max_running": max_running, "request_timeout_s": request_timeout_s}
     path = write(tmp_path_factory.mktemp("toml"), to_toml(values))
-    settings = load_settings({}, config=path, environ={})
+    settings = resolve_settings({}, config=path, environ={}).settings
     assert {key: getattr(settings, key) for key in values} == values
 
 

@@ -129,17 +129,29 @@ def records(*workers):
     return {record.worker_id: record for record in workers}
 
 
-async def test_ready_needs_both_roles_or_decode_alone_without_any_prefill(monkeypatch):
+async def test_ready_first_needs_a_worker_of_each_role_that_exists(monkeypatch):
     async with idle_fleet(monkeypatch) as fleet:
-        assert not fleet.ready
-        fleet.apply_records(records(make_record("d0", "decode")))
+        fleet.apply_records(records(make_record("d0", "decode"), make_record("p0", "prefill")))
         assert not fleet.ready, "registered is not connected"
         fleet.session("d0").connect()
-        assert fleet.ready, "decode prefills for itself"
-        fleet.apply_records(records(make_record("d0", "decode"), make_record("p0", "prefill")))
         assert not fleet.ready, "a prefill worker exists and is not there yet"
         fleet.session("p0").connect()
         assert fleet.ready
+
+
+async def test_once_ready_a_worker_that_registers_or_a_lost_prefill_worker_takes_nothing_back(monkeypatch):
+    async with idle_fleet(monkeypatch) as fleet:
+        decode, prefill = make_record("d0", "decode"), make_record("p0", "prefill")
+        fleet.apply_records(records(decode))
+        fleet.session("d0").connect()
+        assert fleet.ready, "decode prefills for itself"
+        fleet.apply_records(records(decode, prefill, make_record("d1", "decode")))
+        assert fleet.ready, "more workers are no reason to turn requests away"
+        fleet.session("p0").connect()
+        fleet.session("p0")._lose()
+        assert fleet.ready, "decode prefills for itself again"
+        fleet.session("d0")._lose()
+        assert not fleet.ready
 
 
 async def test_a_draining_worker_takes_nothing_new(monkeypatch):

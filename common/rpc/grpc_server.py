@@ -1,11 +1,12 @@
-"""A worker's gRPC server: bound before it serves, with health and reflection.
+"""A gRPC server that is bound before it serves, with health and reflection: the router's and the workers'.
 
-Health of "" and of each service: NOT_SERVING until ready, while draining, and when the engine is unwell.
+Health of "" and of each service: NOT_SERVING until told otherwise, so that a port is known, and held, before it serves.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -13,40 +14,32 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import StartupError
 
-WORKER_SERVICE: Final = "baton.worker.v1.WorkerService"
-TRANSFER_SERVICE: Final = "baton.transfer.v1.TransferService"
-# Peers that ping each second, to notice a dead one soon, are welcome; and we ping them.
-_OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.http2.ping_timeout_ms", 5000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.max_receive_message_length", 64 << 20),
-)
+# With it a second server on the port would silently take half of the calls.
+_NO_SHARED_PORT: Final = {"grpc.so_reuseport": 0}
 
 
 class GrpcServer:
     """server: add services to it between construction and start."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Binds, so that the port is known; serves nothing yet. Raises StartupError. Needs a running event loop."""
-        self.server = grpc.aio.server(options=_OPTIONS)
+    def __init__(self, host: str, port: int, *, options: Mapping[str, Any], remedy: str) -> None:
+        """Binds; serves nothing yet. Needs a running event loop. options: gRPC channel arguments.
+
+        Raises StartupError where the port can't be had; `remedy` says in it what to do.
+        """
+        self.server = grpc.aio.server(options=tuple({**_NO_SHARED_PORT, **options}.items()))
         try:
-            self.port = self.server.add_insecure_port(f"{_bracketed(host)}:{port}")
+            self.port = self.server.add_insecure_port(f"{bracketed(host)}:{port}")
         except RuntimeError:
             self.port = 0
         if self.port == 0:
-            raise StartupError(f"can't listen on {host}:{port}: the port is in use, or not ours: set grpc_port")
+            raise StartupError(f"port {port} on {host} is in use: {remedy}")
         self._health = health.aio.HealthServicer()
         self._services: tuple[str, ...] = ("",)
 
     def address(self, dial_host: str) -> str:
-        return f"{_bracketed(dial_host)}:{self.port}"
+        return f"{bracketed(dial_host)}:{self.port}"
 
-    async def start(self, services: tuple[str, ...]) -> None:
+    async def start(self, services: Sequence[str]) -> None:
         """Begin to serve, NOT_SERVING as far as health goes. services: full names, for health and reflection."""
         self._services = ("", *services)
         await self.set_serving(False)
@@ -56,6 +49,7 @@ class GrpcServer:
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:
+        """What grpc.health.v1 answers, for the server as a whole and for each of its services."""
         status = health_pb2.HealthCheckResponse
         for service in self._services:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
@@ -65,5 +59,6 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """As an address wants it: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
