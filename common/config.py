@@ -78,6 +78,15 @@ class Settings(BaseModel):
     landing_slots: int = Field(32, ge=2, le=1 << 16, description="slots of a decode worker's landing ring")
     landing_slot_bytes: int = Field(1 << 20, ge=64 << 10, le=1 << 30, description="bytes of one landing slot")
     transfer_lease_s: float = Field(2.0, gt=0, description="silence after which a transfer's peer counts as dead")
+    transfer_transport: Literal["ucx", "sockets"] = Field(
+        "ucx", description="what moves KV: UCX, or plain TCP sockets on hosts without it; the same on all workers"
+    )
+    require_transport: Literal["any", "rdma", "cuda", "shm", "tcp"] = Field(
+        "any", description="kind of lane that KV must travel by: without it a worker refuses to start or to send"
+    )
+    transfer_security: Literal["loopback-only", "plaintext-trusted-network"] = Field(
+        "loopback-only", description="a worker whose host or advertise_host is not loopback starts with the latter only"
+    )
     ucx_library: str = Field("", description="path of libucp; empty: the system's, then the wheel's")
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: lo on loopback, else UCX's choice")
 

@@ -15,8 +15,7 @@ from common.worker.loading import LoadedModel, load
 from decode_service.scheduler import DecodeScheduler
 from kv_transfer.metrics import ReceiverCollector
 from kv_transfer.receiver import KvReceiver
-from kv_transfer.transport.ucx import UcxTransport
-from kv_transfer.transport.ucx_worker import UcxSettings, net_devices_for
+from kv_transfer.transport.select import make_transport
 from kv_transfer.types import WorkerIdentity
 
 # Prompt tokens that a step may compute beside the decodes, which wait for them: what one step costs the others.
@@ -67,13 +66,13 @@ async def serve(
 
 
 def _make_receiver(settings: Settings, loaded: LoadedModel, identity: WorkerIdentity) -> KvReceiver:
-    devices = net_devices_for(settings.ucx_net_devices, settings.host)
     return KvReceiver(
         loaded.kv_cache,
         loaded.fmt,
         identity,
-        transport=UcxTransport(UcxSettings(library=settings.ucx_library, net_devices=devices)),
+        transport=make_transport(settings),
         landing_slots=settings.landing_slots,
         landing_slot_bytes=settings.landing_slot_bytes,
         lease_s=settings.transfer_lease_s,
+        require_transport=settings.require_transport,
     )

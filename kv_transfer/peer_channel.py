@@ -31,6 +31,7 @@ from kv_transfer.pieces import checksum_of, plan_geometry
 from kv_transfer.sender_protocol import SenderProtocol, SenderTotals
 from kv_transfer.staging_pool import StagingPool
 from kv_transfer.transport.base import Endpoint, Region, Transport, TransportError, TransportFault
+from kv_transfer.transport.lanes import unmet
 from kv_transfer.types import KvFormat, TransferTarget, WorkerIdentity
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class SenderParts:
     executor: Executor
     lease_s: float
     idle_close_s: float
+    require_transport: str
 
 
 class PeerChannel:
@@ -188,7 +190,7 @@ class PeerChannel:
         return call, welcome
 
     async def _connect(self, welcome: Welcome) -> None:
-        """Raises ValueError where a block does not fit a slot."""
+        """Raises ValueError where a block does not fit a slot, or the lanes are not of the kind that is required."""
         parts = self._parts
         if welcome.transport != parts.transport.name:
             raise ValueError(f"transport is {parts.transport.name!r} here, {welcome.transport!r} there")
@@ -198,6 +200,8 @@ class PeerChannel:
         self._endpoint = await asyncio.shield(self._connecting)
         self._slot_bytes = welcome.slot_bytes
         self.lanes = self._endpoint.lanes
+        if (problem := unmet(parts.require_transport, self.lanes)) is not None:
+            raise ValueError(problem)
         log.info("transfer channel opened", peer=self.worker.worker_id, lanes=", ".join(self.lanes))
         self._lease = Lease(min(parts.lease_s, welcome.lease_s))
         self._is_up = True

@@ -29,6 +29,8 @@ from kv_transfer.receiver_channel import ReceiverChannel, TransferServicer
 from kv_transfer.receiver_protocol import LandingJob, ReceiverProtocol
 from kv_transfer.stats import ReceiverStats
 from kv_transfer.transport.base import Region, Transport, TransportError
+from kv_transfer.transport.lanes import ANY_KIND
+from kv_transfer.transport.start import start_transport
 from kv_transfer.types import KvFormat, ReceiverCallbacks, WorkerIdentity
 
 MAX_CHANNELS: Final = 1024
@@ -46,6 +48,7 @@ class KvReceiver:
     time they must be neither reused nor read.
 
     transport: not started; the receiver starts and closes it. lease_s: silence after which a sender counts as dead.
+    require_transport: LaneKind that this host must have, or ANY_KIND.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class KvReceiver:
         landing_slots: int,
         landing_slot_bytes: int,
         lease_s: float,
+        require_transport: str = ANY_KIND,
     ) -> None:
         """Raises StartupError if a block of one layer does not fit a landing slot."""
         try:
@@ -70,6 +74,7 @@ class KvReceiver:
         self._num_slots = landing_slots
         self._slot_bytes = landing_slot_bytes
         self._lease_s = lease_s
+        self._require_transport = require_transport
         self._protocol = ReceiverProtocol(
             self,
             store,
@@ -98,7 +103,7 @@ class KvReceiver:
         self._ticker = asyncio.create_task(self._tick())
 
     def _open_ring(self) -> Region:
-        self._transport.start()
+        start_transport(self._transport, self._require_transport)
         try:
             return self._transport.allocate(self._num_slots * self._slot_bytes)
         except BaseException:

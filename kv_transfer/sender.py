@@ -24,6 +24,8 @@ from kv_transfer.sender_protocol import SenderTotals
 from kv_transfer.staging_pool import StagingPool
 from kv_transfer.stats import SenderStats
 from kv_transfer.transport.base import Region, Transport, TransportError
+from kv_transfer.transport.lanes import ANY_KIND
+from kv_transfer.transport.start import start_transport
 from kv_transfer.types import Handoff, KvFormat, OutgoingTransfer, SenderCallbacks, TransferTarget, WorkerIdentity
 
 DEFAULT_IDLE_CLOSE_S: Final = 60.0
@@ -34,7 +36,8 @@ class KvSender:
 
     transport: not started; the sender starts and closes it. staging_slots × staging_slot_bytes: memory for pieces under
     way to all peers; a single peer may hold half of it. lease_s: silence after which a decode worker counts as dead,
-    and the time in which a connection must come up, and a put must be complete.
+    and the time in which a connection must come up, and a put must be complete. require_transport: LaneKind that must
+    lead to each decode worker, or ANY_KIND.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class KvSender:
         staging_slot_bytes: int,
         lease_s: float,
         idle_close_s: float = DEFAULT_IDLE_CLOSE_S,
+        require_transport: str = ANY_KIND,
     ) -> None:
         """Raises StartupError if a block of one layer does not fit a staging slot."""
         try:
@@ -62,6 +66,7 @@ class KvSender:
         self._num_slots = staging_slots
         self._lease_s = lease_s
         self._idle_close_s = idle_close_s
+        self._require_transport = require_transport
         self._pool = StagingPool(staging_slots, max_held=max(1, staging_slots // 2))
         self._totals = SenderTotals()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-gather")
@@ -91,10 +96,11 @@ class KvSender:
             self._executor,
             self._lease_s,
             self._idle_close_s,
+            self._require_transport,
         )
 
     def _open_staging(self) -> Region:
-        self._transport.start()
+        start_transport(self._transport, self._require_transport)
         try:
             return self._transport.allocate(self._num_slots * self._slot_bytes)
         except BaseException:

@@ -13,8 +13,7 @@ from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
 from common.worker.loading import LoadedModel, load
 from kv_transfer.metrics import SenderCollector
 from kv_transfer.sender import KvSender
-from kv_transfer.transport.ucx import UcxTransport
-from kv_transfer.transport.ucx_worker import UcxSettings, net_devices_for
+from kv_transfer.transport.select import make_transport
 from kv_transfer.types import WorkerIdentity
 from prefill_service.scheduler import PrefillScheduler
 
@@ -60,13 +59,13 @@ async def serve(
 
 def _make_sender(settings: Settings, loaded: LoadedModel, identity: WorkerIdentity) -> KvSender:
     """Staging is as large as one landing ring: no more can be under way to a single peer."""
-    devices = net_devices_for(settings.ucx_net_devices, settings.host)
     return KvSender(
         loaded.kv_cache,
         loaded.fmt,
         identity,
-        transport=UcxTransport(UcxSettings(library=settings.ucx_library, net_devices=devices)),
+        transport=make_transport(settings),
         staging_slots=settings.landing_slots,
         staging_slot_bytes=settings.landing_slot_bytes,
         lease_s=settings.transfer_lease_s,
+        require_transport=settings.require_transport,
     )

@@ -22,7 +22,8 @@ from common.errors import BatonError
 from common.kvcache.layout import LAYOUT_NAME, KvLayout
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.stats import ReceiverStats
-from kv_transfer.transport.base import Endpoint, LostHandler, PutDone, Region, TransportError
+from kv_transfer.transport.base import Endpoint, LostHandler, PutDone, Region, Transport, TransportError
+from kv_transfer.transport.sockets import SocketsSettings, SocketsTransport
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_worker import UcxSettings
 from kv_transfer.types import Handoff, KvFormat, ReceiverCallbacks, TransferStats, TransferTarget, WorkerIdentity
@@ -62,13 +63,27 @@ def num_threads_and_fds() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
+def transport_of(kind: str) -> Transport:
+    """kind: "ucx", "ucx tcp" (no other lane), or "sockets"; all on loopback."""
+    if kind == "sockets":
+        return SocketsTransport(SocketsSettings())
+    return UcxTransport(UcxSettings(net_devices="lo", tls=kind.removeprefix("ucx").strip()))
+
+
 @dataclass
 class SpoilingTransport:
-    """UCX, but every put for which `spoils()` says so delivers one wrong byte."""
+    """Every put for which `spoils()` says so delivers one wrong byte."""
 
-    inner: UcxTransport
+    inner: Transport
     spoils: Callable[[], bool]
-    name: str = "ucx"
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self.inner.devices
 
     def start(self) -> None:
         self.inner.start()
@@ -127,7 +142,7 @@ class DecodeOptions:
     landing_slots: int = 8
     landing_slot_bytes: int = 4096
     lease_s: float = 2.0
-    tls: str = ""
+    transport: str = "ucx"
     epoch: str = "epoch-1"
 
 
@@ -231,7 +246,7 @@ class _DecodeEnd:
             self.store,
             kv_format(options.layout, options.fingerprint),
             WorkerIdentity("decode-0", options.epoch),
-            transport=UcxTransport(UcxSettings(net_devices="lo", tls=options.tls)),
+            transport=transport_of(options.transport),
             landing_slots=options.landing_slots,
             landing_slot_bytes=options.landing_slot_bytes,
             lease_s=options.lease_s,

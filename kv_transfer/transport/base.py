@@ -82,6 +82,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Transports and devices that this side could use, as lanes name them. After start()."""
+
     def start(self) -> None:
         """Raises TransportError (UNAVAILABLE)."""
 

@@ -25,6 +25,7 @@ from kv_transfer.transport.ucx_worker import UcxSettings, UcxWorker
 # A force-close waits for nobody: this only guards against a bug in UCX.
 CLOSE_TIMEOUT_S: Final = 5.0
 HUGE_PAGE_BYTES: Final = 2 << 20
+_RESOURCE = re.compile(r"resource \d+\s.*-- ([\w/:.-]+)")
 _LANE = re.compile(r"lane\[\d+\]:\s*\d+:([\w/:.-]+?)\.\d+\s")
 
 log = get_logger(__name__)
@@ -127,6 +128,7 @@ class UcxTransport:
 
     def __init__(self, settings: UcxSettings) -> None:
         self.worker_address = b""
+        self.devices: tuple[str, ...] = ()
         self._thread = UcxWorker(settings, reap=self._reap, on_stop=self._on_stop)
         self._regions: list[UcxRegion] = []
         self._endpoints: dict[int, UcxEndpoint] = {}
@@ -138,8 +140,10 @@ class UcxTransport:
     def start(self) -> None:
         self._thread.start()
         self.worker_address = self._thread.call(self._get_address)
+        self.devices = self._thread.call(self._get_devices)
         version = abi.c_string(self._thread.lib.ucp_get_version_string())
-        log.info("UCX started", library=self._thread.library_path, version=version)
+        devices = ", ".join(self.devices)
+        log.info("UCX started", library=self._thread.library_path, version=version, devices=devices)
 
     def allocate(self, num_bytes: int) -> UcxRegion:
         region = UcxRegion(self, num_bytes)
@@ -176,6 +180,10 @@ class UcxTransport:
         address = abi.take_bytes(pointer[0], size[0])
         lib.ucp_worker_release_address(self._thread.worker, pointer[0])
         return address
+
+    def _get_devices(self) -> tuple[str, ...]:
+        report = abi.describe_context(self._thread.lib, self._thread.context)
+        return tuple(dict.fromkeys(_RESOURCE.findall(report)))
 
     def _register(self, region: UcxRegion) -> None:
         lib, ffi = self._thread.lib, abi.ffi

@@ -99,6 +99,7 @@ ucs_status_t ucp_ep_create(ucp_worker_h, const ucp_ep_params_t *, ucp_ep_h *);
 ucs_status_ptr_t ucp_ep_close_nbx(ucp_ep_h, const ucp_request_param_t *);
 ucs_status_ptr_t ucp_ep_flush_nbx(ucp_ep_h, const ucp_request_param_t *);
 void ucp_ep_print_info(ucp_ep_h, void *stream);
+void ucp_context_print_info(ucp_context_h, void *stream);
 ucs_status_t ucp_mem_map(ucp_context_h, const ucp_mem_map_params_t *, ucp_mem_h *);
 ucs_status_t ucp_mem_unmap(ucp_context_h, ucp_mem_h);
 ucs_status_t ucp_rkey_pack(ucp_context_h, ucp_mem_h, void **, size_t *);
@@ -214,12 +215,21 @@ def take_bytes(pointer: Any, size: Any) -> bytes:
 
 def describe_endpoint(lib: Any, endpoint: Any) -> str:
     """The report of ucp_ep_print_info, lanes included."""
+    return _report(lib.ucp_ep_print_info, endpoint)
+
+
+def describe_context(lib: Any, context: Any) -> str:
+    """The report of ucp_context_print_info: resources that UCX found here."""
+    return _report(lib.ucp_context_print_info, context)
+
+
+def _report(print_info: Any, handle: Any) -> str:
     libc: Any = ffi.dlopen(None)
     text, size = ffi.new("char **"), ffi.new("size_t *")
     stream = libc.open_memstream(text, size)
     if stream == ffi.NULL:
         return ""
-    lib.ucp_ep_print_info(endpoint, stream)
+    print_info(handle, stream)
     libc.fclose(stream)
     try:
         return take_bytes(text[0], size[0]).decode(errors="replace")

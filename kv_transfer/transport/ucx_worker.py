@@ -47,13 +47,14 @@ class UcxSettings:
 def net_devices_for(configured: str, host: str) -> str:
     """The devices to use where a service listens on `host`: loopback only for a loopback address, so that no other
     interface is opened for it."""
-    if configured:
-        return configured
+    return configured or ("lo" if is_loopback(host) else "")
+
+
+def is_loopback(host: str) -> bool:
     try:
-        loopback = ip_address(host).is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
-        loopback = host == "localhost"
-    return "lo" if loopback else ""
+        return host == "localhost"
 
 
 class UcxWorker:

@@ -19,8 +19,6 @@ from baton.transfer.v1 import transfer_pb2_grpc
 from common.errors import BatonError, ErrorKind
 from common.kvcache.layout import KvLayout
 from kv_transfer.sender import KvSender
-from kv_transfer.transport.ucx import UcxTransport
-from kv_transfer.transport.ucx_worker import UcxSettings
 from kv_transfer.types import Handoff, SenderCallbacks, TransferStats, TransferTarget, WorkerIdentity
 from tests.kv_fakes import (
     SMALL,
@@ -32,6 +30,7 @@ from tests.kv_fakes import (
     kv_format,
     num_threads_and_fds,
     remote_decode,
+    transport_of,
 )
 
 SHORT_LEASE_S = 0.5
@@ -44,10 +43,10 @@ def decode() -> Iterator[RemoteDecode]:
         yield remote
 
 
-@pytest.fixture(scope="module")
-def frail_decode() -> Iterator[RemoteDecode]:
+@pytest.fixture(scope="module", params=["ucx", "sockets"])
+def frail_decode(request: pytest.FixtureRequest) -> Iterator[RemoteDecode]:
     """One with a short lease, for the tests that let it run out."""
-    with remote_decode(DecodeOptions(lease_s=SHORT_LEASE_S)) as remote:
+    with remote_decode(DecodeOptions(lease_s=SHORT_LEASE_S, transport=request.param)) as remote:
         yield remote
 
 
@@ -56,18 +55,18 @@ async def sending(
     store: NumpyKvStore,
     *,
     spoils: Callable[[], bool] | None = None,
-    tls: str = "",
+    transport: str = "ucx",
     lease_s: float = 2.0,
     idle_close_s: float = 60.0,
     fingerprint: str = "model-a",
     staging_slot_bytes: int = 4096,
 ) -> AsyncIterator[KvSender]:
-    ucx = UcxTransport(UcxSettings(net_devices="lo", tls=tls))
+    inner = transport_of(transport)
     sender = KvSender(
         store,
         kv_format(store.layout, fingerprint),
         WorkerIdentity("prefill-0", "p-1"),
-        transport=ucx if spoils is None else SpoilingTransport(ucx, spoils),
+        transport=inner if spoils is None else SpoilingTransport(inner, spoils),
         staging_slots=8,
         staging_slot_bytes=staging_slot_bytes,
         lease_s=lease_s,
@@ -145,12 +144,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "tls"), [*((name, "") for name in LAYOUTS), ("a block split by layers", "tcp")])
-async def test_the_very_bytes_arrive_in_the_right_blocks(name: str, tls: str) -> None:
+LANES = {"ucx": "cma/memory", "ucx tcp": "tcp/lo", "sockets": "sockets/127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [*((name, "ucx") for name in LAYOUTS), *(("a block split by layers", kind) for kind in ("ucx tcp", "sockets"))],
+)
+async def test_the_very_bytes_arrive_in_the_right_blocks(name: str, transport: str) -> None:
     layout, rng = LAYOUTS[name], random.Random(name)
     store = NumpyKvStore(layout, 64, seed=1)
-    with remote_decode(DecodeOptions(layout=layout, tls=tls)) as decode:
-        async with sending(store, tls=tls) as sender:
+    with remote_decode(DecodeOptions(layout=layout, transport=transport)) as decode:
+        async with sending(store, transport=transport) as sender:
             for number in range(3):
                 num_blocks = rng.randint(1, 30)
                 sources, targets = rng.sample(range(64), num_blocks), rng.sample(range(64), num_blocks)
@@ -171,8 +176,7 @@ async def test_the_very_bytes_arrive_in_the_right_blocks(name: str, tls: str) ->
                 outcome = await away(decode.outcome, f"t{number}")
                 assert outcome[:2] == ("committed", Handoff(num_blocks * layout.block_size, 42))
                 assert await away(decode.ask, "blocks", targets) == expected
-            lanes = sender.stats().lanes["decode-0"]
-            assert lanes == ("tcp/lo",) if tls else "cma/memory" in lanes
+            assert LANES[transport] in sender.stats().lanes["decode-0"]
 
 
 async def test_many_transfers_at_once_share_a_small_ring(decode: RemoteDecode) -> None:
@@ -446,16 +450,17 @@ async def test_a_sender_opened_and_closed_again_and_again_leaves_no_thread_and_n
 # Deaths
 
 
-async def test_a_killed_receiver_fails_its_transfers_and_the_next_incarnation_serves() -> None:
+@pytest.mark.parametrize("transport", ["ucx", "sockets"])
+async def test_a_killed_receiver_fails_its_transfers_and_the_next_incarnation_serves(transport: str) -> None:
     store = NumpyKvStore(SMALL, 64, seed=19)
-    async with sending(store) as sender:
-        with remote_decode() as decode:
+    async with sending(store, transport=transport) as sender:
+        with remote_decode(DecodeOptions(transport=transport)) as decode:
             outbound = Outbound(sender, "t", await away(decode.reserve, "t", list(range(30))), 30)
             outbound.handle.push(range(20))
             await until(decode, lambda stats: stats.pieces_landed > 0)
             os.kill(decode.process.pid, signal.SIGKILL)
             assert (await outbound.error()).kind is ErrorKind.LEASE_LOST
-        with remote_decode(DecodeOptions(epoch="epoch-2")) as decode:
+        with remote_decode(DecodeOptions(epoch="epoch-2", transport=transport)) as decode:
             outbound = Outbound(sender, "t", await away(decode.reserve, "t", [1]), 1)
             outbound.send_all([1])
             assert isinstance(await outbound.result(), TransferStats)
@@ -463,7 +468,7 @@ async def test_a_killed_receiver_fails_its_transfers_and_the_next_incarnation_se
 
 async def test_a_stopped_receiver_is_given_up_and_finds_out_when_it_wakes(frail_decode: RemoteDecode) -> None:
     store = NumpyKvStore(SMALL, 64, seed=20)
-    async with sending(store, lease_s=SHORT_LEASE_S) as sender:
+    async with sending(store, lease_s=SHORT_LEASE_S, transport=frail_decode.options.transport) as sender:
         outbound = Outbound(sender, "stopped", await away(frail_decode.reserve, "stopped", [1, 2]), 2)
         outbound.handle.push([1])
         await until(frail_decode, lambda stats: stats.slots["free"] == 8 and stats.pieces_landed > 0)
@@ -480,11 +485,11 @@ async def test_a_stopped_receiver_is_given_up_and_finds_out_when_it_wakes(frail_
     await until(frail_decode, all_slots_free)
 
 
-def _half_a_transfer(target: TransferTarget, transfer_id: str) -> None:
+def _half_a_transfer(target: TransferTarget, transfer_id: str, transport: str) -> None:
     """In a process of its own: push half of what was promised, and say nothing more."""
 
     async def run() -> None:
-        async with sending(NumpyKvStore(SMALL, 64, seed=21), lease_s=SHORT_LEASE_S) as sender:
+        async with sending(NumpyKvStore(SMALL, 64, seed=21), lease_s=SHORT_LEASE_S, transport=transport) as sender:
             outbound = Outbound(sender, transfer_id, target, 8)
             outbound.handle.push(range(4))
             await outbound.result()
@@ -499,7 +504,8 @@ async def test_a_sender_that_dies_or_stops_is_noticed_and_its_slots_come_back(
     transfer_id, blocks = f"half-{how.name}", list(range(8))
     landed = (await away(frail_decode.stats)).pieces_landed
     target = await away(frail_decode.reserve, transfer_id, blocks)
-    process = get_context("spawn").Process(target=_half_a_transfer, args=(target, transfer_id), daemon=True)
+    arguments = (target, transfer_id, frail_decode.options.transport)
+    process = get_context("spawn").Process(target=_half_a_transfer, args=arguments, daemon=True)
     process.start()
     try:
         await until(frail_decode, lambda stats: stats.pieces_landed > landed)

@@ -1,143 +1,35 @@
-"""The UCX transport by itself: two of them in one process, or one in another that dies."""
+"""What only UCX has: lanes to choose from, devices to name."""
 
 from __future__ import annotations
 
-import os
-import queue
-import signal
-import threading
-from collections.abc import Iterator
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-
-import numpy as np
 import pytest
 
-from kv_transfer.transport.base import Endpoint, Region, TransportError, TransportFault
+from kv_transfer.transport.base import TransportError, TransportFault
+from kv_transfer.transport.lanes import LaneKind
+from kv_transfer.transport.start import start_transport
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_worker import UcxSettings
-from tests.kv_fakes import WAIT_S, num_threads_and_fds
-
-RING_BYTES = 1 << 20
-LANES = pytest.mark.parametrize("tls", ["", "tcp"], ids=["any lane", "tcp"])
-
-
-def start(tls: str = "") -> UcxTransport:
-    transport = UcxTransport(UcxSettings(net_devices="lo", tls=tls))
-    transport.start()
-    return transport
-
-
-def put(endpoint: Endpoint, source: Region, offset: int, target: int, size: int, timeout_s: float = WAIT_S) -> object:
-    """Put and wait; None or the error."""
-    results: queue.SimpleQueue[TransportError | None] = queue.SimpleQueue()
-    endpoint.put(source, offset, target, size, timeout_s, results.put)
-    result = results.get(timeout=WAIT_S)
-    assert results.empty(), "told twice"
-    return result
+from tests.kv_fakes import WAIT_S
 
 
 def lost_is_a_surprise(error: TransportError) -> None:
     raise AssertionError(error)
 
 
-@pytest.fixture(params=["", "tcp"], ids=["any lane", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Region, Region, Endpoint]]:
-    """Ring of one transport, staging of another, and the endpoint between them."""
-    receiver, sender = start(request.param), start(request.param)
-    ring, staging = receiver.allocate(RING_BYTES), sender.allocate(RING_BYTES)
-    staging.view[:] = np.random.default_rng(1).integers(0, 256, RING_BYTES, np.uint8)
-    yield ring, staging, sender.connect(ring.descriptor(), lost_is_a_surprise).result(WAIT_S)
-    sender.close()
-    receiver.close()
-
-
-def test_a_put_that_is_told_as_complete_is_in_the_ring(pair: tuple[Region, Region, Endpoint]) -> None:
-    ring, staging, endpoint = pair
-    assert not ring.view.any()
-    for offset, target, size in [(0, 0, RING_BYTES), (5, 77, 1000), (123, RING_BYTES - 1, 1), (9, 9, 0)]:
-        ring.view[:] = 0
-        assert put(endpoint, staging, offset, target, size) is None
-        assert (ring.view[target : target + size] == staging.view[offset : offset + size]).all()
-        assert ring.view.astype(bool).sum() <= size
-
-
-def test_puts_in_great_number_all_arrive(pair: tuple[Region, Region, Endpoint]) -> None:
-    ring, staging, endpoint = pair
-    size, done = 4096, threading.Semaphore(0)
-    errors: list[TransportError] = []
-
-    def one_done(error: TransportError | None) -> None:
-        errors.extend([error] if error else [])
-        done.release()
-
-    for offset in range(0, RING_BYTES, size):
-        endpoint.put(staging, offset, RING_BYTES - size - offset, size, WAIT_S, one_done)
-    for _ in range(RING_BYTES // size):
-        assert done.acquire(timeout=WAIT_S)
-    assert errors == []
-    assert (ring.view.reshape(-1, size)[::-1] == staging.view.reshape(-1, size)).all()
-
-
-@pytest.mark.parametrize(
-    ("offset", "target", "size"),
-    [(0, RING_BYTES - 9, 10), (RING_BYTES - 9, 0, 10), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (0, 1 << 62, 1)],
-)
-def test_a_put_out_of_bounds_is_refused_and_touches_nothing(
-    pair: tuple[Region, Region, Endpoint], offset: int, target: int, size: int
-) -> None:
-    ring, staging, endpoint = pair
-    error = put(endpoint, staging, offset, target, size)
-    assert isinstance(error, TransportError)
-    assert error.fault is TransportFault.OUT_OF_BOUNDS
-    assert not ring.view.any()
-    assert put(endpoint, staging, 0, 0, 16) is None
-
-
-def test_a_closed_endpoint_refuses_puts_and_closes_again(pair: tuple[Region, Region, Endpoint]) -> None:
-    _, staging, endpoint = pair
-    endpoint.close().result(WAIT_S)
-    endpoint.close().result(WAIT_S)
-    error = put(endpoint, staging, 0, 0, 16)
-    assert isinstance(error, TransportError)
-    assert error.fault is TransportFault.CLOSED
-
-
-@pytest.mark.parametrize("descriptor", [b"", b"garbage", b"\x94\xc4\x00\x00\x00\xc4\x00"])
-def test_a_descriptor_that_is_none_is_refused(descriptor: bytes) -> None:
-    transport = start()
-    with pytest.raises(TransportError) as caught:
-        transport.connect(descriptor, lost_is_a_surprise).result(WAIT_S)
-    assert caught.value.fault is TransportFault.BAD_DESCRIPTOR
-    transport.close()
-
-
-@LANES
-def test_the_lanes_chosen_are_named(tls: str) -> None:
-    receiver, sender = start(tls), start(tls)
+@pytest.mark.parametrize("tls", ["", "tcp"], ids=["any lane", "tcp"])
+def test_the_lanes_chosen_are_named_and_are_among_the_devices(tls: str) -> None:
+    receiver, sender = (UcxTransport(UcxSettings(net_devices="lo", tls=tls)) for _ in range(2))
+    receiver.start()
+    sender.start()
     ring = receiver.allocate(4096)
     lanes = sender.connect(ring.descriptor(), lost_is_a_surprise).result(WAIT_S).lanes
+    devices = sender.devices
     sender.close()
     receiver.close()
     assert "tcp/lo" in lanes
     # A transport in the same process may also be reached by other memory lanes.
     assert (len(lanes) == 1) == (tls == "tcp")
-
-
-def test_a_closed_transport_refuses_everything_and_closes_again() -> None:
-    transport = start()
-    ring = transport.allocate(4096)
-    endpoint = transport.connect(ring.descriptor(), lost_is_a_surprise).result(WAIT_S)
-    transport.close()
-    transport.close()
-    error = put(endpoint, ring, 0, 0, 16)
-    assert isinstance(error, TransportError)
-    assert error.fault is TransportFault.CLOSED
-    endpoint.close().result(WAIT_S)
-    with pytest.raises(TransportError):
-        transport.connect(ring.descriptor(), lost_is_a_surprise).result(WAIT_S)
-    with pytest.raises(TransportError):
-        transport.allocate(4096)
+    assert set(lanes) <= set(devices)
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
@@ -148,67 +40,12 @@ def test_a_device_that_is_not_there_is_named() -> None:
     transport.close()
 
 
-def test_opened_and_closed_again_and_again_it_leaves_no_thread_and_no_descriptor() -> None:
-    counts = []
-    for _ in range(4):
-        receiver, sender = start(), start()
-        ring, staging = receiver.allocate(4096), sender.allocate(4096)
-        endpoint = sender.connect(ring.descriptor(), lost_is_a_surprise).result(WAIT_S)
-        assert put(endpoint, staging, 0, 0, 4096) is None
-        sender.close()
-        receiver.close()
-        counts.append(num_threads_and_fds())
-    assert counts[-1] == counts[1]
-
-
-def _ring_in_another_process(pipe: Connection, tls: str) -> None:
-    transport = start(tls)
-    ring = transport.allocate(RING_BYTES)
-    pipe.send(ring.descriptor())
-    pipe.recv()
-
-
-@LANES
-def test_a_killed_peer_is_told_once_and_all_puts_end(tls: str) -> None:
-    spawn = get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    process = spawn.Process(target=_ring_in_another_process, args=(theirs, tls), daemon=True)
-    process.start()
-    sender = start(tls)
-    staging = sender.allocate(RING_BYTES)
-    lost: queue.SimpleQueue[TransportError] = queue.SimpleQueue()
-    endpoint = sender.connect(mine.recv(), lost.put).result(WAIT_S)
-    assert put(endpoint, staging, 0, 0, RING_BYTES) is None
-    process.kill()
-    process.join(WAIT_S)
-    error = put(endpoint, staging, 0, 0, RING_BYTES)
-    assert isinstance(error, TransportError)
-    assert lost.get(timeout=WAIT_S).fault is TransportFault.PEER_LOST
-    error = put(endpoint, staging, 0, 0, RING_BYTES)
-    assert isinstance(error, TransportError)
-    sender.close()
-    assert lost.empty()
-
-
-def test_a_put_to_a_peer_that_does_not_progress_times_out_and_loses_the_endpoint() -> None:
-    """Over tcp the target must take part; here it is stopped before it can."""
-    spawn = get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    process = spawn.Process(target=_ring_in_another_process, args=(theirs, "tcp"), daemon=True)
-    process.start()
-    sender = start("tcp")
-    staging = sender.allocate(RING_BYTES)
-    lost: queue.SimpleQueue[TransportError] = queue.SimpleQueue()
-    endpoint = sender.connect(mine.recv(), lost.put).result(WAIT_S)
-    assert put(endpoint, staging, 0, 0, 16) is None
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        error = put(endpoint, staging, 0, 0, RING_BYTES, timeout_s=0.3)
-        assert isinstance(error, TransportError)
-        assert error.fault is TransportFault.TIMEOUT
-        assert lost.get(timeout=WAIT_S).fault is TransportFault.TIMEOUT
-    finally:
-        process.kill()
-        process.join(WAIT_S)
-        sender.close()
+def test_without_a_lane_of_the_required_kind_it_does_not_start_and_names_wanted_and_got() -> None:
+    transport = UcxTransport(UcxSettings(net_devices="lo", tls="tcp"))
+    with pytest.raises(TransportError, match=r"require_transport is rdma, what is there is tcp/lo"):
+        start_transport(transport, LaneKind.RDMA)
+    with pytest.raises(TransportError, match="closed"):
+        transport.allocate(4096)
+    again = UcxTransport(UcxSettings(net_devices="lo", tls="tcp"))
+    start_transport(again, LaneKind.TCP)
+    again.close()
