@@ -99,7 +99,7 @@ def prefill(settings: Settings) -> None:
 
     \b
     Example:
-      baton prefill --redis-url redis://10.0.0.5:6379 --host 0.0.0.0 --advertise-host 10.0.0.7 \
+      baton prefill --redis-url redis://10.0.0.5:6379 --host 0.0.0.0 --advertise-host 10.0.0.7 \\
         --transfer-security plaintext-trusted-network --require-transport rdma
     """
     from deploy.role import run_role
@@ -114,7 +114,7 @@ def decode(settings: Settings) -> None:
 
     \b
     Example:
-      baton decode --redis-url redis://10.0.0.5:6379 --host 0.0.0.0 --advertise-host 10.0.0.8 \
+      baton decode --redis-url redis://10.0.0.5:6379 --host 0.0.0.0 --advertise-host 10.0.0.8 \\
         --transfer-security plaintext-trusted-network --require-transport rdma
     """
     from deploy.role import run_role
