@@ -33,7 +33,7 @@ from kv_transfer.frames import (
     Welcome,
 )
 from kv_transfer.pieces import Piece
-from kv_transfer.types import Handoff, KvFormat, WorkerIdentity
+from kv_transfer.types import ForkToken, Handoff, KvFormat, WorkerIdentity
 
 
 def sender_frames_to_proto(frames: Iterable[SenderFrame]) -> pb.ChannelRequest:
@@ -182,16 +182,29 @@ def _commit_to_proto(frame: CommitTransfer) -> pb.CommitTransfer:
         num_computed_tokens=handoff.num_computed_tokens,
         first_token_id=handoff.first_token_id,
         finish_reason=finish_reason_to_proto(handoff.finish_reason),
+        forks=[
+            pb.ForkToken(
+                transfer_id=fork.transfer_id,
+                first_token_id=fork.first_token_id,
+                finish_reason=finish_reason_to_proto(fork.finish_reason),
+            )
+            for fork in handoff.forks
+        ],
     )
 
 
 def _commit_from_proto(message: pb.CommitTransfer) -> CommitTransfer | None:
     """None for a finish reason that this version does not know: to go on decoding would be wrong."""
-    if message.finish_reason not in common_pb2.FinishReason.values():
+    reasons = [message.finish_reason, *(fork.finish_reason for fork in message.forks)]
+    if not set(reasons) <= set(common_pb2.FinishReason.values()):
         return None
     reason = finish_reason_from_proto(message.finish_reason)
+    forks = tuple(
+        ForkToken(fork.transfer_id, fork.first_token_id, finish_reason_from_proto(fork.finish_reason))
+        for fork in message.forks
+    )
     manifest = Manifest(message.num_pieces, message.num_bytes, message.checksum_sum)
-    handoff = Handoff(message.num_computed_tokens, message.first_token_id, reason)
+    handoff = Handoff(message.num_computed_tokens, message.first_token_id, reason, forks)
     return CommitTransfer(message.transfer_id, manifest, handoff)
 
 

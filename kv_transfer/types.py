@@ -12,15 +12,9 @@ from typing import Protocol
 
 from common.errors import BatonError
 from common.kvcache.layout import KvLayout
+from common.rpc.worker_messages import TransferTarget as TransferTarget
+from common.rpc.worker_messages import WorkerIdentity as WorkerIdentity
 from common.sampling_params import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """epoch: one incarnation; a frame that names another epoch is refused."""
-
-    worker_id: str
-    epoch: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +36,12 @@ class KvFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTarget:
-    """Where a reservation waits. secret: 16 random bytes, the proof that the bearer was given this reservation."""
+class ForkToken:
+    """The first token of another continuation of the same KV; finish_reason: set if it already ended it."""
 
-    address: str
-    worker: WorkerIdentity
-    secret: bytes
-    num_cached_tokens: int
+    transfer_id: str
+    first_token_id: int
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,13 @@ class Handoff:
     """The sampler's state, closing a transfer.
 
     num_computed_tokens: tokens whose KV the receiver holds after commit. finish_reason: set if the first token
-    already ended the request; then the blocks only enter the cache.
+    already ended the request; then the blocks only enter the cache. forks: one for each fork of the sequence.
     """
 
     num_computed_tokens: int
     first_token_id: int
     finish_reason: FinishReason | None = None
+    forks: tuple[ForkToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.engine.messages import SequenceSpec
 from common.engine.sequence import Sequence
 from common.errors import BatonError
+from common.rpc.worker_messages import SequenceSpec
 from kv_transfer.types import OutgoingTransfer, TransferTarget
 
 

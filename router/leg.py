@@ -7,7 +7,8 @@ from typing import Protocol
 
 from common.errors import BatonError
 from common.registry import Role
-from router.cluster.messages import LegNews, TransferTarget
+from common.rpc.worker_messages import TransferTarget
+from router.cluster.messages import LegNews
 from router.cluster.worker_session import WorkerSession
 
 

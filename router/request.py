@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_messages import SequenceSpec, TransferTarget
 from common.sampling_params import FinishReason
 from common.telemetry import get_logger
-from router.cluster.messages import LegNews, SequenceSpec, TransferTarget
+from router.cluster.messages import LegNews
 from router.leg import Leg
 from router.placer import Placer, WorkerPair
 from router.request_record import RequestFacts, RequestRecord
@@ -179,7 +180,7 @@ class RequestRun:
             num_prompt_tokens=len(spec.prompt_token_ids),
             hash_seed=spec.hash_seed,
             sampling=spec.sampling,
-            timeout_ms=max(1, int((spec.deadline - self._context.clock()) * 1000)),
+            deadline=spec.deadline,
             traceparent="" if spec.trace is None else spec.trace.traceparent,
         )
 

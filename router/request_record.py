@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from common.errors import ERROR_TABLE, BatonError, ErrorKind
+from common.rpc.worker_messages import Timings
 from common.sampling_params import SamplingParams
 from common.tracing import TraceContext
-from router.cluster.messages import LegNews, Timings
+from router.cluster.messages import LegNews
 from router.spec import GenerationSpec, Operation, Usage
 
 MAX_MESSAGE_CHARS: Final = 500

@@ -10,27 +10,10 @@ from dataclasses import dataclass, field
 
 from common.errors import BatonError
 from common.kvcache.prefix_cache import CacheChanges
-from common.sampling_params import FinishReason, SamplingParams
-from kv_transfer.types import Handoff, TransferStats, TransferTarget
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSpec:
-    """What both legs need to know of a request.
-
-    transfer_id: ours, never reused. request_id: the client's, for logs only. token_ids: the prompt, then what was
-    emitted before a migration. hash_seed: 16 bytes, parent of the first block's hash. deadline: monotonic seconds of
-    this process. traceparent: W3C trace context, "" where there is none.
-    """
-
-    transfer_id: str
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    hash_seed: bytes
-    sampling: SamplingParams
-    deadline: float
-    traceparent: str = ""
+from common.logprobs import TokenLogprobs
+from common.rpc.worker_messages import LoadReport, SequenceSpec, Timings, TransferTarget
+from common.sampling_params import FinishReason
+from kv_transfer.types import Handoff, TransferStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +87,12 @@ TransferEvent = TransferCommitted | TransferFailed | TransferEnded
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds of one leg, monotonic differences of this process; 0 where a part did not happen.
-
-    queue_s: arrival to first step (or grant of the reservation). prefill_s: first step to first token.
-    transfer_s: first block sent to commit. overlap_s: its part that lay before the first token, known to the sender.
-    decode_s: first decode step to the end.
-    """
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    overlap_s: float = 0.0
-    decode_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class LegOutput:
     """News of one sequence. leg_ended: the last of this leg, whatever the cause; its blocks are released.
 
     first_index: index in the whole output of the first of token_ids. num_cached_tokens: in a prefill leg's first token
-    and in every leg's last. timings: in the last only.
+    and in every leg's last. timings: in the last only. logprobs: one for each of token_ids, where they were asked for.
+    prompt_logprobs: of the prompt's tokens from first_prompt_index on.
     """
 
     transfer_id: str
@@ -136,6 +103,9 @@ class LegOutput:
     num_cached_tokens: int = 0
     timings: Timings | None = None
     leg_ended: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    first_prompt_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,26 +159,6 @@ class Reservation:
 
     transfer_id: str
     target: TransferTarget
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """State of an engine after a step. num_free_blocks: includes cached ones that nobody references.
-
-    queued_prefill_tokens: accepted and still to be computed here. Totals count from the engine's start, in tokens for
-    the prefix cache.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_blocks: int = 0
-    queued_prefill_tokens: int = 0
-    prefix_queries_total: int = 0
-    prefix_hits_total: int = 0
-    num_preemptions_total: int = 0
-    num_dropped_events_total: int = 0
 
 
 @dataclass(slots=True)

@@ -22,9 +22,7 @@ from common.engine.messages import (
     EndedLeg,
     EngineNews,
     LegOutput,
-    LoadReport,
     OwnerNews,
-    SequenceSpec,
     StepShape,
     TransferEvent,
 )
@@ -32,6 +30,7 @@ from common.engine.sequence import Sequence, SequenceStatus, check_spec
 from common.errors import BatonError, ErrorKind, invalid
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import PrefixCache
+from common.rpc.worker_messages import LoadReport, SequenceSpec
 from common.sampling_params import FinishReason
 
 Post = Callable[[TransferEvent], None]

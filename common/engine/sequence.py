@@ -12,10 +12,11 @@ from enum import StrEnum
 from typing import Final
 
 from common.engine.batch import ScheduledSequence
-from common.engine.messages import EndedLeg, SequenceSpec, Timings
+from common.engine.messages import EndedLeg
 from common.errors import BatonError, ErrorKind, invalid
 from common.kvcache.block_hash import HASH_BYTES, chain_hashes
 from common.kvcache.block_table import BlockTable
+from common.rpc.worker_messages import SequenceSpec, Timings
 from common.sampling_params import FinishReason
 from kv_transfer.types import TransferStats
 

@@ -9,18 +9,20 @@ from common.engine.messages import (
     AbortCommand,
     Command,
     LegOutput,
-    LoadReport,
     OwnerNews,
     PrefillCommand,
     Reservation,
     ReserveCommand,
-    SequenceSpec,
-    Timings,
 )
 from common.rpc.convert import error_to_proto, finish_reason_to_proto
-from common.sampling_params import SamplingParams
+from common.rpc.worker_convert import (
+    logprobs_to_proto,
+    spec_from_proto,
+    target_from_proto,
+    target_to_proto,
+    timings_to_proto,
+)
 from common.worker.info import WorkerInfo
-from kv_transfer.types import TransferTarget, WorkerIdentity
 
 _ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -32,42 +34,15 @@ def command_from_proto(
     away."""
     match frame.WhichOneof("frame"):
         case "reserve":
-            spec = _spec_from_proto(frame.reserve.spec, now, max_timeout_s)
+            spec = spec_from_proto(frame.reserve.spec, now, max_timeout_s)
             return ReserveCommand(owner, spec, frame.reserve.prefill_here)
         case "prefill":
-            spec = _spec_from_proto(frame.prefill.spec, now, max_timeout_s)
-            return PrefillCommand(owner, spec, _target_from_proto(frame.prefill.target))
+            spec = spec_from_proto(frame.prefill.spec, now, max_timeout_s)
+            return PrefillCommand(owner, spec, target_from_proto(frame.prefill.target))
         case "abort":
             return AbortCommand(owner, frame.abort.transfer_id)
         case _:
             return None
-
-
-def _spec_from_proto(spec: worker_pb2.SequenceSpec, now: float, max_timeout_s: float) -> SequenceSpec:
-    sampling = spec.sampling
-    return SequenceSpec(
-        transfer_id=spec.transfer_id,
-        request_id=spec.request_id,
-        token_ids=list(spec.token_ids),
-        num_prompt_tokens=spec.num_prompt_tokens,
-        hash_seed=spec.hash_seed,
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            stop_token_ids=tuple(sampling.stop_token_ids),
-        ),
-        deadline=now + min(spec.timeout_ms / 1e3, max_timeout_s),
-        traceparent=spec.traceparent,
-    )
-
-
-def _target_from_proto(target: worker_pb2.TransferTarget) -> TransferTarget:
-    worker = WorkerIdentity(target.worker_id, target.epoch)
-    return TransferTarget(target.address, worker, target.secret, target.num_cached_tokens)
 
 
 def info_to_proto(info: WorkerInfo) -> worker_pb2.GetInfoResponse:
@@ -100,17 +75,7 @@ def news_frames(news: OwnerNews | None, load: worker_pb2.LoadReport) -> list[wor
 
 
 def _reserved_to_proto(reservation: Reservation) -> worker_pb2.Reserved:
-    target = reservation.target
-    return worker_pb2.Reserved(
-        transfer_id=reservation.transfer_id,
-        target=worker_pb2.TransferTarget(
-            address=target.address,
-            worker_id=target.worker.worker_id,
-            epoch=target.worker.epoch,
-            secret=target.secret,
-            num_cached_tokens=target.num_cached_tokens,
-        ),
-    )
+    return worker_pb2.Reserved(transfer_id=reservation.transfer_id, target=target_to_proto(reservation.target))
 
 
 def _output_to_proto(output: LegOutput) -> worker_pb2.SequenceOutput:
@@ -127,28 +92,10 @@ def _output_to_proto(output: LegOutput) -> worker_pb2.SequenceOutput:
     if output.error is not None:
         message.error.CopyFrom(error_to_proto(output.error))
     if output.timings is not None:
-        message.timings.CopyFrom(_timings_to_proto(output.timings))
+        message.timings.CopyFrom(timings_to_proto(output.timings))
+    if output.logprobs:
+        message.logprobs.extend(logprobs_to_proto(output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
+        message.first_prompt_index = output.first_prompt_index
     return message
-
-
-def _timings_to_proto(timings: Timings) -> worker_pb2.Timings:
-    return worker_pb2.Timings(
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        transfer_s=timings.transfer_s,
-        transfer_bytes=timings.transfer_bytes,
-        decode_s=timings.decode_s,
-    )
-
-
-def load_to_proto(load: LoadReport) -> worker_pb2.LoadReport:
-    return worker_pb2.LoadReport(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_free_blocks=load.num_free_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-        num_blocks=load.num_blocks,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        prefix_queries_total=load.prefix_queries_total,
-        prefix_hits_total=load.prefix_hits_total,
-    )

@@ -18,10 +18,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from common.engine.messages import EngineNews, LegOutput, LoadReport, StepShape, Timings
+from common.engine.messages import EngineNews, LegOutput, StepShape
 from common.errors import ErrorKind, StartupError
 from common.metrics import RATIO_BUCKETS, REQUEST_SECONDS_BUCKETS, SECONDS_BUCKETS, SEQUENCES_BUCKETS, TOKENS_BUCKETS
 from common.registry import Role
+from common.rpc.worker_messages import LoadReport, Timings
 from common.sampling_params import FinishReason
 from common.worker.info import WorkerInfo
 

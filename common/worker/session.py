@@ -26,13 +26,14 @@ from common.engine.messages import (
     EndedLeg,
     EngineNews,
     LegOutput,
-    LoadReport,
     OwnerNews,
     PrefillCommand,
     ReserveCommand,
 )
 from common.errors import BatonError, ErrorKind, invalid
 from common.rpc.convert import error_to_status
+from common.rpc.worker_convert import load_to_proto
+from common.rpc.worker_messages import LoadReport
 from common.telemetry import get_logger
 from common.worker import convert
 from common.worker.info import WorkerInfo
@@ -122,7 +123,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
     def on_news(self, news: EngineNews) -> None:
         """Exactly one StepOutput to each session that has outputs; the others hear when the load changed."""
         self._load = news.load
-        load = convert.load_to_proto(news.load)
+        load = load_to_proto(news.load)
         for session in list(self._sessions.values()):
             own = news.by_owner.get(session.owner)
             if own is None and session.told_load == _load_key(news.load):
@@ -146,7 +147,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
             long_ago = time.monotonic() - LOAD_INTERVAL_S
             for session in list(self._sessions.values()):
                 if session.told_at <= long_ago and session.is_idle:
-                    self._tell(session, None, convert.load_to_proto(self._load))
+                    self._tell(session, None, load_to_proto(self._load))
 
     async def close(self) -> None:
         """End all sessions once their frames are written, and refuse new ones. Waits up to CLOSE_TIMEOUT_S."""
@@ -179,7 +180,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         _log.info("router connected", router_id=session.router_id)
         try:
             session.send([convert.welcome_frame(self._info)])
-            self._tell(session, None, convert.load_to_proto(self._load))
+            self._tell(session, None, load_to_proto(self._load))
             await self._serve(session, context)
         finally:
             del self._sessions[session.owner]
@@ -237,7 +238,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
                 session.fail(invalid("a frame without a command this worker knows"))
                 return
             if (refusal := self._refusal(command)) is not None:
-                self._tell(session, OwnerNews(outputs=[refusal]), convert.load_to_proto(self._load))
+                self._tell(session, OwnerNews(outputs=[refusal]), load_to_proto(self._load))
                 continue
             while self._inbox.is_full:  # noqa: ASYNC110 (another thread empties it)
                 await asyncio.sleep(INBOX_POLL_S)

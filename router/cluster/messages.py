@@ -1,4 +1,4 @@
-"""What the router and a worker say to each other, without protobuf. See protos/baton/worker/v1/worker.proto."""
+"""What a request hears of its legs. What the two sides say to each other: common/rpc/worker_messages.py."""
 
 from __future__ import annotations
 
@@ -7,47 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BatonError
-from common.sampling_params import FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSpec:
-    """One attempt of one request, as both legs are told of it.
-
-    token_ids: the prompt, then the tokens emitted by earlier attempts. hash_seed: 16 bytes, parent of the first
-    block's hash. timeout_ms: what is left of the deadline at the moment of sending. traceparent: W3C trace context.
-    """
-
-    transfer_id: str
-    request_id: str
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
-    hash_seed: bytes
-    sampling: SamplingParams
-    timeout_ms: int
-    traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTarget:
-    """Where a reservation waits; the router only passes it from decode to prefill."""
-
-    address: str
-    worker_id: str
-    epoch: str
-    secret: bytes
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds and bytes as one leg measured them; 0 for phases it has not."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    decode_s: float = 0.0
+from common.rpc.worker_messages import Timings, TransferTarget
+from common.sampling_params import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +24,6 @@ class LegNews:
     error: BatonError | None
     num_cached_tokens: int
     timings: Timings
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """A worker's own figures after a step; counts are of the whole worker, all routers' requests together."""
-
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_blocks: int
-    queued_prefill_tokens: int
 
 
 class LegListener(Protocol):

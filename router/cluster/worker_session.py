@@ -18,9 +18,11 @@ import grpc
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from common.errors import BatonError, ErrorKind
 from common.registry import WorkerRecord
+from common.rpc.worker_convert import load_from_proto, target_from_proto
+from common.rpc.worker_messages import LoadReport, SequenceSpec, TransferTarget
 from common.telemetry import get_logger
 from router.cluster import convert
-from router.cluster.messages import LegListener, LoadReport, SequenceSpec, TransferTarget
+from router.cluster.messages import LegListener
 from router.cluster.subscriptions import SubscriptionTable
 from router.policy.placement import WorkerLoad
 
@@ -128,10 +130,10 @@ class WorkerSession:
         self._subscriptions.remove(transfer_id)
 
     def send_reserve(self, spec: SequenceSpec, *, prefill_here: bool) -> None:
-        self._send(convert.reserve_frame(spec, prefill_here=prefill_here))
+        self._send(convert.reserve_frame(spec, self._clock(), prefill_here=prefill_here))
 
     def send_prefill(self, spec: SequenceSpec, target: TransferTarget) -> None:
-        self._send(convert.prefill_frame(spec, target))
+        self._send(convert.prefill_frame(spec, target, self._clock()))
 
     def send_abort(self, transfer_id: str) -> None:
         self._send(convert.abort_frame(transfer_id))
@@ -259,13 +261,13 @@ class WorkerSession:
             self.num_late_frames += 1
             return
         try:
-            listener.on_reserved(convert.target_from_proto(reserved.target))
+            listener.on_reserved(target_from_proto(reserved.target))
         except Exception:
             self._fail_listener(reserved.transfer_id, listener)
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
         if step.HasField("load"):
-            self._report = convert.load_from_proto(step.load)
+            self._report = load_from_proto(step.load)
             self._reported_at = self._clock()
         for output in step.outputs:
             transfer_id, token_ids = output.transfer_id, output.token_ids

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from common.engine.batch import ScheduledSequence
-from common.engine.messages import LegOutput, PrefillCommand, ReserveCommand, SequenceSpec
+from common.engine.messages import LegOutput, PrefillCommand, ReserveCommand
 from common.engine.scheduler import SchedulerConfig
 from common.errors import BatonError
 from common.kvcache.block_hash import hash_seed
 from common.kvcache.block_pool import BlockPool
+from common.rpc.worker_messages import SequenceSpec
 from common.sampling_params import FinishReason, SamplingParams
 from kv_transfer.types import (
     Handoff,

@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.engine.messages import AbortCommand, AbortOwnerCommand, SequenceSpec
+from common.engine.messages import AbortCommand, AbortOwnerCommand
 from common.engine.sequence import SequenceStatus
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_messages import SequenceSpec
 from common.sampling_params import FinishReason
 from tests.unit.engine_fakes import STOP_TOKEN, make_spec, reference_output, reserve
 from tests.unit.test_decode_scheduler import Decode

@@ -12,14 +12,16 @@ from common.kvcache.layout import KvLayout
 from common.sampling_params import FinishReason
 from kv_transfer import convert, frames
 from kv_transfer.pieces import Piece
-from kv_transfer.types import Handoff, KvFormat, WorkerIdentity
+from kv_transfer.types import ForkToken, Handoff, KvFormat, WorkerIdentity
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
 NAME = st.text(max_size=20)
 GRANT = st.builds(frames.SlotGrant, U32, U64)
 GRANTS = st.lists(GRANT, max_size=3).map(tuple)
 PIECE = st.builds(Piece, U32, U32, U32, U32)
-HANDOFF = st.builds(Handoff, U32, U32, st.none() | st.sampled_from(FinishReason))
+REASON = st.none() | st.sampled_from(FinishReason)
+FORKS = st.lists(st.builds(ForkToken, NAME, U32, REASON), max_size=3).map(tuple)
+HANDOFF = st.builds(Handoff, U32, U32, REASON, FORKS)
 MANIFEST = st.builds(frames.Manifest, U32, U64, U64)
 LAYOUT = st.builds(KvLayout, U32, U32, U32, U32, NAME)
 FORMAT = st.builds(KvFormat, NAME, NAME, LAYOUT)

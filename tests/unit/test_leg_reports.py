@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from common.engine.messages import AbortCommand, Command, EndedLeg, SequenceSpec
+from common.engine.messages import AbortCommand, Command, EndedLeg
 from common.engine.sequence import MAX_CHUNKS_TOLD
 from common.errors import BatonError, ErrorKind
 from common.registry import Role
+from common.rpc.worker_messages import SequenceSpec
 from common.tracing import Span, TraceContext
 from common.worker.leg_reports import LegReporter, leg_spans
 from kv_transfer.types import Handoff, TransferStats

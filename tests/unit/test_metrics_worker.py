@@ -7,9 +7,10 @@ from itertools import count
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.engine.messages import EngineNews, LegOutput, LoadReport, OwnerNews, SequenceSpec, StepShape, Timings
+from common.engine.messages import EngineNews, LegOutput, OwnerNews, StepShape
 from common.engine.sequence import Sequence
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_messages import LoadReport, SequenceSpec, Timings
 from common.sampling_params import FinishReason, SamplingParams
 from common.worker.info import WorkerInfo
 from common.worker.metrics import HANDED_OVER, WorkerMetrics

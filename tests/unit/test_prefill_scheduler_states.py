@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.engine.messages import AbortCommand, SequenceSpec
+from common.engine.messages import AbortCommand
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_messages import SequenceSpec
 from tests.unit.engine_fakes import STATS, make_spec, next_token, prefill
 from tests.unit.test_prefill_scheduler import Prefill
 

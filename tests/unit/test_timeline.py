@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_messages import Timings
 from common.sampling_params import SamplingParams
 from common.tracing import TraceContext
-from router.cluster.messages import Timings
 from router.request_record import MAX_MESSAGE_CHARS, Attempt, Failure, LegEnd, RequestRecord
 from router.spec import Usage
 from router.timeline import Timeline, phases_of, timeline_entry

@@ -6,20 +6,12 @@ import pytest
 
 from baton.common.v1 import common_pb2
 from baton.worker.v1 import worker_pb2
-from common.engine.messages import (
-    AbortCommand,
-    LegOutput,
-    LoadReport,
-    OwnerNews,
-    PrefillCommand,
-    Reservation,
-    ReserveCommand,
-    SequenceSpec,
-    Timings,
-)
+from common.engine.messages import AbortCommand, LegOutput, OwnerNews, PrefillCommand, Reservation, ReserveCommand
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_convert import load_to_proto
+from common.rpc.worker_messages import LoadReport, SequenceSpec, Timings
 from common.sampling_params import FinishReason, SamplingParams
-from common.worker.convert import command_from_proto, load_to_proto, news_frames
+from common.worker.convert import command_from_proto, news_frames
 from kv_transfer.types import TransferTarget, WorkerIdentity
 
 SPEC = worker_pb2.SequenceSpec(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import common_pb2 as baton_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n baton/transfer/v1/transfer.proto\x12\x11\x62\x61ton.transfer.v1\x1a\x1c\x62\x61ton/common/v1/common.proto\"\x94\x01\n\x08KvFormat\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\"j\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\npeer_epoch\x18\x03 \x01(\t\x12+\n\x06\x66ormat\x18\x04 \x01(\x0b\x32\x1b.baton.transfer.v1.KvFormat\"s\n\x07Welcome\x12\x1c\n\x14transport_descriptor\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"K\n\x0cOpenTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x16\n\x0e\x65xpected_bytes\x18\x03 \x01(\x04\"8\n\x0cRequestSlots\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0btotal_slots\x18\x02 \x01(\x04\"-\n\tSlotGrant\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"O\n\nGrantSlots\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12,\n\x06grants\x18\x02 \x03(\x0b\x32\x1c.baton.transfer.v1.SlotGrant\"Y\n\x05Piece\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\x92\x01\n\x0bSlotWritten\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\'\n\x05piece\x18\x04 \x01(\x0b\x32\x18.baton.transfer.v1.Piece\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"U\n\nSlotLanded\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\"\xcd\x01\n\x0e\x43ommitTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63hecksum_sum\x18\x04 \x01(\x06\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\x12\x34\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\" \n\tCommitted\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"Q\n\rAbortTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetail\"Q\n\rTransferEnded\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetail\"P\n\x0bReturnSlots\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12,\n\x06grants\x18\x02 \x03(\x0b\x32\x1c.baton.transfer.v1.SlotGrant\"\x0b\n\tHeartbeat\"\xae\x03\n\x0bSenderFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.baton.transfer.v1.HelloH\x00\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.baton.transfer.v1.OpenTransferH\x00\x12\x31\n\x07written\x18\x03 \x01(\x0b\x32\x1e.baton.transfer.v1.SlotWrittenH\x00\x12\x33\n\x06\x63ommit\x18\x04 \x01(\x0b\x32!.baton.transfer.v1.CommitTransferH\x00\x12\x31\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32 .baton.transfer.v1.AbortTransferH\x00\x12\x32\n\x08returned\x18\x06 \x01(\x0b\x32\x1e.baton.transfer.v1.ReturnSlotsH\x00\x12\x31\n\theartbeat\x18\x07 \x01(\x0b\x32\x1c.baton.transfer.v1.HeartbeatH\x00\x12\x38\n\rrequest_slots\x18\x08 \x01(\x0b\x32\x1f.baton.transfer.v1.RequestSlotsH\x00\x42\x07\n\x05\x66rame\"@\n\x0e\x43hannelRequest\x12.\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1e.baton.transfer.v1.SenderFrame\"\xc1\x02\n\rReceiverFrame\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.baton.transfer.v1.WelcomeH\x00\x12.\n\x05grant\x18\x02 \x01(\x0b\x32\x1d.baton.transfer.v1.GrantSlotsH\x00\x12/\n\x06landed\x18\x03 \x01(\x0b\x32\x1d.baton.transfer.v1.SlotLandedH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.transfer.v1.CommittedH\x00\x12\x31\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .baton.transfer.v1.TransferEndedH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.baton.transfer.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"C\n\x0f\x43hannelResponse\x12\x30\n\x06\x66rames\x18\x01 \x03(\x0b\x32 .baton.transfer.v1.ReceiverFrame2g\n\x0fTransferService\x12T\n\x07\x43hannel\x12!.baton.transfer.v1.ChannelRequest\x1a\".baton.transfer.v1.ChannelResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n baton/transfer/v1/transfer.proto\x12\x11\x62\x61ton.transfer.v1\x1a\x1c\x62\x61ton/common/v1/common.proto\"\x94\x01\n\x08KvFormat\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\"j\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\npeer_epoch\x18\x03 \x01(\t\x12+\n\x06\x66ormat\x18\x04 \x01(\x0b\x32\x1b.baton.transfer.v1.KvFormat\"s\n\x07Welcome\x12\x1c\n\x14transport_descriptor\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"K\n\x0cOpenTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x16\n\x0e\x65xpected_bytes\x18\x03 \x01(\x04\"8\n\x0cRequestSlots\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0btotal_slots\x18\x02 \x01(\x04\"-\n\tSlotGrant\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"O\n\nGrantSlots\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12,\n\x06grants\x18\x02 \x03(\x0b\x32\x1c.baton.transfer.v1.SlotGrant\"Y\n\x05Piece\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\x92\x01\n\x0bSlotWritten\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\'\n\x05piece\x18\x04 \x01(\x0b\x32\x18.baton.transfer.v1.Piece\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"U\n\nSlotLanded\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\"n\n\tForkToken\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12\x34\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\"\xfa\x01\n\x0e\x43ommitTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63hecksum_sum\x18\x04 \x01(\x06\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\x12\x34\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12+\n\x05\x66orks\x18\x08 \x03(\x0b\x32\x1c.baton.transfer.v1.ForkToken\" \n\tCommitted\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"Q\n\rAbortTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetail\"Q\n\rTransferEnded\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetail\"P\n\x0bReturnSlots\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12,\n\x06grants\x18\x02 \x03(\x0b\x32\x1c.baton.transfer.v1.SlotGrant\"\x0b\n\tHeartbeat\"\xae\x03\n\x0bSenderFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.baton.transfer.v1.HelloH\x00\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.baton.transfer.v1.OpenTransferH\x00\x12\x31\n\x07written\x18\x03 \x01(\x0b\x32\x1e.baton.transfer.v1.SlotWrittenH\x00\x12\x33\n\x06\x63ommit\x18\x04 \x01(\x0b\x32!.baton.transfer.v1.CommitTransferH\x00\x12\x31\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32 .baton.transfer.v1.AbortTransferH\x00\x12\x32\n\x08returned\x18\x06 \x01(\x0b\x32\x1e.baton.transfer.v1.ReturnSlotsH\x00\x12\x31\n\theartbeat\x18\x07 \x01(\x0b\x32\x1c.baton.transfer.v1.HeartbeatH\x00\x12\x38\n\rrequest_slots\x18\x08 \x01(\x0b\x32\x1f.baton.transfer.v1.RequestSlotsH\x00\x42\x07\n\x05\x66rame\"@\n\x0e\x43hannelRequest\x12.\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1e.baton.transfer.v1.SenderFrame\"\xc1\x02\n\rReceiverFrame\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.baton.transfer.v1.WelcomeH\x00\x12.\n\x05grant\x18\x02 \x01(\x0b\x32\x1d.baton.transfer.v1.GrantSlotsH\x00\x12/\n\x06landed\x18\x03 \x01(\x0b\x32\x1d.baton.transfer.v1.SlotLandedH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.transfer.v1.CommittedH\x00\x12\x31\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .baton.transfer.v1.TransferEndedH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.baton.transfer.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"C\n\x0f\x43hannelResponse\x12\x30\n\x06\x66rames\x18\x01 \x03(\x0b\x32 .baton.transfer.v1.ReceiverFrame2g\n\x0fTransferService\x12T\n\x07\x43hannel\x12!.baton.transfer.v1.ChannelRequest\x1a\".baton.transfer.v1.ChannelResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,26 +52,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLOTWRITTEN']._serialized_end=962
   _globals['_SLOTLANDED']._serialized_start=964
   _globals['_SLOTLANDED']._serialized_end=1049
-  _globals['_COMMITTRANSFER']._serialized_start=1052
-  _globals['_COMMITTRANSFER']._serialized_end=1257
-  _globals['_COMMITTED']._serialized_start=1259
-  _globals['_COMMITTED']._serialized_end=1291
-  _globals['_ABORTTRANSFER']._serialized_start=1293
-  _globals['_ABORTTRANSFER']._serialized_end=1374
-  _globals['_TRANSFERENDED']._serialized_start=1376
-  _globals['_TRANSFERENDED']._serialized_end=1457
-  _globals['_RETURNSLOTS']._serialized_start=1459
-  _globals['_RETURNSLOTS']._serialized_end=1539
-  _globals['_HEARTBEAT']._serialized_start=1541
-  _globals['_HEARTBEAT']._serialized_end=1552
-  _globals['_SENDERFRAME']._serialized_start=1555
-  _globals['_SENDERFRAME']._serialized_end=1985
-  _globals['_CHANNELREQUEST']._serialized_start=1987
-  _globals['_CHANNELREQUEST']._serialized_end=2051
-  _globals['_RECEIVERFRAME']._serialized_start=2054
-  _globals['_RECEIVERFRAME']._serialized_end=2375
-  _globals['_CHANNELRESPONSE']._serialized_start=2377
-  _globals['_CHANNELRESPONSE']._serialized_end=2444
-  _globals['_TRANSFERSERVICE']._serialized_start=2446
-  _globals['_TRANSFERSERVICE']._serialized_end=2549
+  _globals['_FORKTOKEN']._serialized_start=1051
+  _globals['_FORKTOKEN']._serialized_end=1161
+  _globals['_COMMITTRANSFER']._serialized_start=1164
+  _globals['_COMMITTRANSFER']._serialized_end=1414
+  _globals['_COMMITTED']._serialized_start=1416
+  _globals['_COMMITTED']._serialized_end=1448
+  _globals['_ABORTTRANSFER']._serialized_start=1450
+  _globals['_ABORTTRANSFER']._serialized_end=1531
+  _globals['_TRANSFERENDED']._serialized_start=1533
+  _globals['_TRANSFERENDED']._serialized_end=1614
+  _globals['_RETURNSLOTS']._serialized_start=1616
+  _globals['_RETURNSLOTS']._serialized_end=1696
+  _globals['_HEARTBEAT']._serialized_start=1698
+  _globals['_HEARTBEAT']._serialized_end=1709
+  _globals['_SENDERFRAME']._serialized_start=1712
+  _globals['_SENDERFRAME']._serialized_end=2142
+  _globals['_CHANNELREQUEST']._serialized_start=2144
+  _globals['_CHANNELREQUEST']._serialized_end=2208
+  _globals['_RECEIVERFRAME']._serialized_start=2211
+  _globals['_RECEIVERFRAME']._serialized_end=2532
+  _globals['_CHANNELRESPONSE']._serialized_start=2534
+  _globals['_CHANNELRESPONSE']._serialized_end=2601
+  _globals['_TRANSFERSERVICE']._serialized_start=2603
+  _globals['_TRANSFERSERVICE']._serialized_end=2706
 # @@protoc_insertion_point(module_scope)

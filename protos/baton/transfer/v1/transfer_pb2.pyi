@@ -321,6 +321,34 @@ class SlotLanded(_message.Message):
 Global___SlotLanded: _TypeAlias = SlotLanded  # noqa: Y015
 
 @_typing.final
+class ForkToken(_message.Message):
+    """The first token of another continuation of the same KV (worker.v1.Fork)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    first_token_id: _builtins.int
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Set: that token ended it."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        first_token_id: _builtins.int = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkToken: _TypeAlias = ForkToken  # noqa: Y015
+
+@_typing.final
 class CommitTransfer(_message.Message):
     """The manifest: closes the transfer. Sampler state crosses with the baton."""
 
@@ -333,6 +361,7 @@ class CommitTransfer(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     num_pieces: _builtins.int
     num_bytes: _builtins.int
@@ -344,6 +373,8 @@ class CommitTransfer(_message.Message):
     """Sampled by the prefill worker; the decode worker goes on from it."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set: the first token ended the request; keep the blocks cached, decode nothing."""
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForkToken]: ...
     def __init__(
         self,
         *,
@@ -354,10 +385,11 @@ class CommitTransfer(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        forks: _abc.Iterable[Global___ForkToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_sum", b"checksum_sum", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "num_bytes", b"num_bytes", "num_computed_tokens", b"num_computed_tokens", "num_pieces", b"num_pieces", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_sum", b"checksum_sum", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "forks", b"forks", "num_bytes", b"num_bytes", "num_computed_tokens", b"num_computed_tokens", "num_pieces", b"num_pieces", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

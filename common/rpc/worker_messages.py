@@ -1,0 +1,106 @@
+"""What a router and a worker say to each other, without protobuf and without torch: both sides' own types.
+
+protos/baton/worker/v1/worker.proto has the frames; worker_convert.py maps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.sampling_params import SamplingParams
+
+# Sequences of one request, the first included; more are refused.
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """epoch: one incarnation; a frame that names another epoch is refused."""
+
+    worker_id: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """One more continuation of a prompt, of the same parameters but for its seed (64 bits).
+
+    transfer_id: its own; its frames, its abort and its end go by it.
+    """
+
+    transfer_id: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One attempt of one request, as both legs are told of it.
+
+    transfer_id: ours, never reused. request_id: the client's, for logs only. token_ids: the prompt, then the tokens
+    emitted by earlier attempts. hash_seed: 16 bytes, parent of the first block's hash. deadline: monotonic seconds of
+    this process; what is left of it travels. traceparent: W3C trace context, "" where there is none. forks: further
+    continuations of token_ids, which share the first one's transfer and blocks.
+    """
+
+    transfer_id: str
+    request_id: str
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    hash_seed: bytes
+    sampling: SamplingParams
+    deadline: float
+    traceparent: str = ""
+    forks: tuple[Fork, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTarget:
+    """Where a reservation waits; the router only passes it from decode to prefill. address: host:port.
+
+    secret: 16 random bytes, the proof that the bearer was given this reservation. num_cached_tokens: leading ones that
+    need not be sent.
+    """
+
+    address: str
+    worker: WorkerIdentity
+    secret: bytes
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one leg, monotonic differences of its process; 0 where a part did not happen.
+
+    queue_s: arrival to first step (or grant of the reservation). prefill_s: first step to first token.
+    transfer_s: first block sent to commit. overlap_s: its part that lay before the first token; known to the sender,
+    and not told to routers. decode_s: first decode step to the end.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    overlap_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """State of a worker after a step, all routers' requests together. num_free_blocks: includes cached ones that nobody
+    references.
+
+    queued_prefill_tokens: accepted and still to be computed here. Totals count from the engine's start, in tokens for
+    the prefix cache; the last two are the worker's own and not told to routers.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_blocks: int = 0
+    queued_prefill_tokens: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
+    num_preemptions_total: int = 0
+    num_dropped_events_total: int = 0
