@@ -26,7 +26,7 @@ from common.errors import BatonError, ErrorKind
 from common.kvcache.layout import KvStore
 from common.telemetry import get_logger
 from kv_transfer.frames import CommitTransfer, Manifest, SlotWritten
-from kv_transfer.pieces import Coverage, Piece, checksum_of
+from kv_transfer.pieces import Coverage, Piece
 from kv_transfer.state import INCOMING_MOVES, IncomingState
 from kv_transfer.types import ReceiverCallbacks, TransferStats
 
@@ -123,7 +123,7 @@ class IncomingTransfer:
             return True
 
     def land(self, written: SlotWritten, data: npt.NDArray[np.uint8]) -> Landing:
-        """Copy a claimed piece into its blocks, then verify it: in that order, see landing_ring.py. Any thread.
+        """Copy a claimed piece into its blocks and verify what was copied: see landing_ring.py. Any thread.
 
         data: uint8 [written.num_bytes], the slot. Nothing reads the blocks before commit, so that a refused piece's
         bytes in them harm nobody.
@@ -137,8 +137,7 @@ class IncomingTransfer:
         try:
             piece = written.piece
             ids = self._block_ids[piece.first_block : piece.first_block + piece.num_blocks]
-            self._store.scatter(piece.first_layer, piece.num_layers, ids, data)
-            checksum = checksum_of(data)
+            checksum = self._store.scatter(piece.first_layer, piece.num_layers, ids, data)
         except Exception as error:
             log.exception("scatter failed", transfer_id=self.transfer_id)
             failure = BatonError(ErrorKind.INTERNAL, f"transfer {self.transfer_id}: the KV store refused it: {error}")

@@ -11,10 +11,11 @@ flushed, or ReturnSlots), or its channel is lost. In the last case nothing can b
 a broken control connection, with a put still in some queue. The slot then rests for one lease, in which a live sender
 closes its endpoint by itself, and every grant has a generation of its own, so that frames about an older grant are
 recognised. What remains is a put that arrives even later, into a slot that someone else was granted meanwhile. It can't
-spoil KV: the receiver copies the slot into blocks that nobody reads yet, and only then takes the checksum of the slot.
-Had the late bytes been there before or during the copy, they would still be there, and the checksum would not match the
-one that the rightful sender declared; the piece is refused and sent again. (A second late put would have to restore the
-very bytes in between.)
+spoil KV: the receiver copies the slot into blocks that nobody reads yet, and the checksum that it compares is that of
+the very bytes that it copied (native copies hash each vector as they store it), or else is taken of the slot after the
+copy: had the late bytes been there before or during the copy, they would still be there. Either way the checksum would
+not match the one that the rightful sender declared; the piece is refused and sent again. (In the second case a second
+late put would have to restore the very bytes in between.)
 
 Slots are granted on request, round-robin among the transfers that wait, one slot a turn, and no transfer holds more
 than its share: neither a long transfer nor one that is stuck can starve the others.

@@ -27,7 +27,7 @@ from kv_transfer.frames import Heartbeat, Hello, SenderFrame, Welcome
 from kv_transfer.lease import Lease
 from kv_transfer.outbox import Outbox
 from kv_transfer.outgoing import PieceJob
-from kv_transfer.pieces import checksum_of, plan_geometry
+from kv_transfer.pieces import plan_geometry
 from kv_transfer.sender_protocol import SenderProtocol, SenderTotals
 from kv_transfer.staging_pool import StagingPool
 from kv_transfer.transport.base import Endpoint, Region, Transport, TransportError, TransportFault
@@ -148,8 +148,7 @@ class PeerChannel:
         start = job.staging_slot * self._parts.staging_slot_bytes
         data = self._parts.staging.view[start : start + job.num_bytes]
         try:
-            self._parts.store.gather(job.piece.first_layer, job.piece.num_layers, block_ids, data)
-            checksum = checksum_of(data)
+            checksum = self._parts.store.gather(job.piece.first_layer, job.piece.num_layers, block_ids, data)
         except Exception as error:
             log.exception("gather failed", transfer_id=job.transfer.transfer_id)
             failure = BatonError(ErrorKind.INTERNAL, f"KV of {job.transfer.transfer_id} can't be read: {error}")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from common.kvcache.layout import KvLayout
 
@@ -35,12 +34,6 @@ class Piece:
     @property
     def num_units(self) -> int:
         return self.num_layers * self.num_blocks
-
-
-def checksum_of(data: npt.NDArray[np.uint8]) -> int:
-    """xxh3-64 of a piece's bytes: guards against faults, not against forgery."""
-    checksum: int = xxhash.xxh3_64_intdigest(data.data)
-    return checksum
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import BatonError
+from common.kvcache.checksum import checksum_of
 from common.kvcache.layout import LAYOUT_NAME, KvLayout
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.stats import ReceiverStats
@@ -42,13 +43,15 @@ class NumpyKvStore:
         if seed is not None:
             self.data[:] = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
-    def gather(self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+    def gather(self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> int:
         source = self.data[first_layer : first_layer + num_layers]
         np.take(source, block_ids, axis=1, out=out.reshape(num_layers, len(block_ids), -1), mode="clip")
+        return checksum_of(out)
 
-    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> int:
         packed = data.reshape(num_layers, len(block_ids), -1)
         self.data[first_layer : first_layer + num_layers][:, list(block_ids)] = packed
+        return checksum_of(data)
 
     def blocks(self, block_ids: Sequence[int]) -> bytes:
         """Their bytes in all layers."""

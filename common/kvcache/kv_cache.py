@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.kernels.cpu.block_copy import load_block_copy
+from common.kvcache.checksum import checksum_of
 from common.kvcache.layout import KvLayout
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,6 +46,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
         self._layout = layout
+        self._native = load_block_copy() if device.type == "cpu" else None
         # Copies move bytes, whatever the dtype: int64 words where a block is a multiple of them, as it is in practice.
         word = torch.int64 if layout.block_bytes % 8 == 0 else torch.uint8
         self._words = self.data.view(layout.num_layers, num_blocks, -1).view(word)
@@ -56,26 +59,32 @@ class KvCache:
     def device(self) -> torch.device:
         return self.data.device
 
-    def gather(self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copy blocks out, as KvStore says. On a CPU straight into `out`. Raises ValueError on a size or an id that
-        doesn't fit, before anything is copied."""
-        index, packed = self._prepare(first_layer, num_layers, block_ids, out)
-        source = self._words[first_layer : first_layer + num_layers]
-        if self.device.type == "cpu" and packed.is_contiguous():
-            torch.index_select(source, 1, index, out=packed)
-        else:
-            packed.copy_(source.index_select(1, index.to(self.device)))
+    def gather(self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> int:
+        """Copy blocks out, as KvStore says. Raises ValueError on a size or an id that doesn't fit, before anything is
+        copied."""
+        ids = self._check(first_layer, num_layers, block_ids, out)
+        if self._native is not None and self._native.fits(num_layers * ids.size, self._layout.block_bytes):
+            return self._native.gather(self._runs(first_layer, num_layers, ids), self._layout.block_bytes, out)
+        packed = self._as_words(out, num_layers, ids.size)
+        index = torch.from_numpy(ids).to(self.device)
+        packed.copy_(self._words[first_layer : first_layer + num_layers].index_select(1, index))
+        return checksum_of(out)
 
-    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> int:
         """Copy blocks in, as KvStore says. Raises ValueError like gather."""
-        index, packed = self._prepare(first_layer, num_layers, block_ids, data)
-        target = self._words[first_layer : first_layer + num_layers]
-        target.index_copy_(1, index.to(self.device), packed.to(self.device))
+        ids = self._check(first_layer, num_layers, block_ids, data)
+        if self._native is not None and self._native.fits(num_layers * ids.size, self._layout.block_bytes):
+            return self._native.scatter(data, self._runs(first_layer, num_layers, ids), self._layout.block_bytes)
+        # torch has no read-only tensors, and warns.
+        packed = self._as_words(data if data.flags.writeable else data.copy(), num_layers, ids.size)
+        index = torch.from_numpy(ids).to(self.device)
+        self._words[first_layer : first_layer + num_layers].index_copy_(1, index, packed.to(self.device))
+        return checksum_of(data)
 
-    def _prepare(
+    def _check(
         self, first_layer: int, num_layers: int, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """block_ids as int64 [n], and `buffer` seen as words [num_layers, n, words a block]."""
+    ) -> npt.NDArray[np.int64]:
+        """block_ids as int64 [n]."""
         ids = np.asarray(block_ids, dtype=np.int64)
         wanted = num_layers * ids.size * self._layout.block_bytes
         if not 0 <= first_layer <= first_layer + num_layers <= self._layout.num_layers:
@@ -84,11 +93,18 @@ class KvCache:
             raise ValueError(f"block ids {ids.min()}..{ids.max()} of {self.num_blocks} blocks")
         if buffer.nbytes != wanted or not buffer.flags.c_contiguous:
             raise ValueError(f"buffer of {buffer.nbytes} bytes for {wanted}, or not contiguous")
-        if not buffer.flags.writeable:
-            buffer = buffer.copy()  # torch has no read-only tensors, and warns
-        packed = torch.frombuffer(buffer, dtype=torch.uint8) if wanted else torch.empty(0, dtype=torch.uint8)
-        by_block = packed.view(num_layers, ids.size, self._layout.block_bytes)
-        return torch.from_numpy(ids), by_block.view(self._words.dtype)
+        return ids
+
+    def _runs(self, first_layer: int, num_layers: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Addresses of the blocks, uint64 [num_layers * n], layer by layer."""
+        layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int64)[:, None] * self.num_blocks
+        offsets = (layers + ids[None, :]).astype(np.uint64) * np.uint64(self._layout.block_bytes)
+        return (offsets + np.uint64(self.data.data_ptr())).ravel()
+
+    def _as_words(self, buffer: npt.NDArray[np.uint8], num_layers: int, num_blocks: int) -> torch.Tensor:
+        """`buffer` seen as words [num_layers, num_blocks, words a block]."""
+        packed = torch.frombuffer(buffer, dtype=torch.uint8) if buffer.nbytes else torch.empty(0, dtype=torch.uint8)
+        return packed.view(num_layers, num_blocks, self._layout.block_bytes).view(self._words.dtype)
 
 
 def num_blocks_for(layout: KvLayout, budget_bytes: int) -> int:

@@ -42,9 +42,12 @@ class KvLayout:
 
 
 class KvStore(Protocol):
-    """What a KV cache offers to transfer. Both calls copy and may run in any thread.
+    """What a KV cache offers to transfer. Both calls copy, may run in any thread, and return the checksum (checksum.py)
+    of the packed bytes.
 
-    The caller guarantees that the blocks are not reused, and (scatter) not read, during the call.
+    The caller guarantees that the blocks are not reused, and (scatter) not read, during the call. `data` may change
+    during a scatter: then what is returned is the checksum of what is in the blocks now, or of what is in `data` after
+    the copy, never of what was there before it (see kv_transfer/landing_ring.py).
     Bytes are layer-major, then block, each block as in the layout above, densely packed:
     len(out) == num_layers * len(block_ids) * layout.block_bytes.
     """
@@ -54,8 +57,8 @@ class KvStore(Protocol):
 
     def gather(
         self, first_layer: int, num_layers: int, block_ids: Sequence[int], out: npt.NDArray[np.uint8]
-    ) -> None: ...
+    ) -> int: ...
 
     def scatter(
         self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]
-    ) -> None: ...
+    ) -> int: ...

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.kvcache.checksum import checksum_of
 from common.kvcache.kv_cache import KvCache, num_blocks_for
 from common.kvcache.layout import KvLayout
 
@@ -48,7 +49,7 @@ def test_gather_gives_layer_major_bytes(copy: tuple[KvLayout, int, int, list[int
     count = min(count, layout.num_layers - first)
     cache = filled(layout)
     out = np.zeros(count * len(block_ids) * layout.block_bytes, dtype=np.uint8)
-    cache.gather(first, count, block_ids, out)
+    assert cache.gather(first, count, block_ids, out) == checksum_of(out)
     assert np.array_equal(out, raw_bytes(cache)[first : first + count, block_ids].ravel())
 
 
@@ -60,7 +61,7 @@ def test_scatter_writes_the_named_blocks_and_no_others(copy: tuple[KvLayout, int
     expected = raw_bytes(cache)
     data = np.arange(count * len(block_ids) * layout.block_bytes, dtype=np.uint64).astype(np.uint8)
     expected[first : first + count, block_ids] = data.reshape(count, len(block_ids), layout.block_bytes)
-    cache.scatter(first, count, block_ids, data)
+    assert cache.scatter(first, count, block_ids, data) == checksum_of(data)
     assert np.array_equal(raw_bytes(cache), expected)
 
 

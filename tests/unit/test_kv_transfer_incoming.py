@@ -11,9 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from common.errors import BatonError, ErrorKind
+from common.kvcache.checksum import checksum_of
 from kv_transfer.frames import CommitTransfer, Manifest, SlotGrant, SlotWritten
 from kv_transfer.incoming import MAX_RESENDS, IncomingTransfer, Landing
-from kv_transfer.pieces import Piece, checksum_of
+from kv_transfer.pieces import Piece
 from kv_transfer.state import IncomingState
 from kv_transfer.types import Handoff, ReceiverCallbacks
 from tests.kv_fakes import SMALL, WAIT_S, NumpyKvStore
@@ -205,7 +206,7 @@ def test_a_callback_that_raises_harms_nobody() -> None:
 
 def test_a_store_that_fails_ends_the_transfer() -> None:
     class Broken(NumpyKvStore):
-        def scatter(self, *_: object) -> None:
+        def scatter(self, *_: object) -> int:
             raise ValueError("no such block")
 
     bench = Bench(Broken(SMALL, 8))
@@ -221,10 +222,10 @@ class SlowStore(NumpyKvStore):
         super().__init__(SMALL, 8)
         self.entered, self.go_on = threading.Event(), threading.Event()
 
-    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> int:
         self.entered.set()
         assert self.go_on.wait(WAIT_S)
-        super().scatter(first_layer, num_layers, block_ids, data)
+        return super().scatter(first_layer, num_layers, block_ids, data)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from common.errors import BatonError, ErrorKind
 from kv_transfer.frames import ReceiverFrame, SenderFrame
 from kv_transfer.outgoing import Outgoing, PieceJob
-from kv_transfer.pieces import checksum_of, plan_geometry
+from kv_transfer.pieces import plan_geometry
 from kv_transfer.receiver_protocol import LandingJob, ReceiverProtocol
 from kv_transfer.sender_protocol import SenderProtocol, SenderTotals
 from kv_transfer.staging_pool import StagingPool
@@ -111,8 +111,8 @@ class Sender:
         assert not record.sender_ends, "blocks are read after their transfer's end was told"
         data = self._staged(job)
         ids = job.transfer.ids_of(job.piece)
-        self.store.gather(job.piece.first_layer, job.piece.num_layers, ids, data)
-        self.owner_of(job).gathered(job, checksum_of(data))
+        checksum = self.store.gather(job.piece.first_layer, job.piece.num_layers, ids, data)
+        self.owner_of(job).gathered(job, checksum)
         self.puts.append(job)
 
     def run_put(self, fails: bool = False, tell: bool = True) -> None:

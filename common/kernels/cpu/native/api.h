@@ -75,3 +75,8 @@ int32_t baton_model_load(baton_model* model, int32_t role, int32_t layer, const 
 int32_t baton_model_forward(baton_model* model, const baton_batch* batch);
 int64_t baton_model_weight_bytes(const baton_model* model);
 int64_t baton_model_workspace_bytes(const baton_model* model);
+
+/* Copies of KV blocks (block_copy.h). runs: [num_runs] addresses of run_bytes bytes each; packed: all of them, in order.
+ * Both return the XXH3-64 of the packed bytes. run_bytes must be a multiple of 64, and all together more than 240. */
+uint64_t baton_gather(const uint64_t* runs, int64_t num_runs, int64_t run_bytes, uint8_t* packed);
+uint64_t baton_scatter(const uint64_t* runs, int64_t num_runs, int64_t run_bytes, const uint8_t* packed);

@@ -1,6 +1,7 @@
-// The C ABI (api.h) over ModelOf<T>.
+// The C ABI (api.h) over ModelOf<T> and the block copies.
 #include <new>
 
+#include "block_copy.h"
 #include "forward.h"
 
 struct baton_model {
@@ -49,5 +50,13 @@ int32_t baton_model_forward(baton_model* m, const baton_batch* batch) { return m
 int64_t baton_model_weight_bytes(const baton_model* m) { return m->impl->weight_bytes(); }
 
 int64_t baton_model_workspace_bytes(const baton_model* m) { return m->impl->workspace_bytes(); }
+
+uint64_t baton_gather(const uint64_t* runs, int64_t num_runs, int64_t run_bytes, uint8_t* packed) {
+  return baton::gather_runs(runs, num_runs, run_bytes, packed);
+}
+
+uint64_t baton_scatter(const uint64_t* runs, int64_t num_runs, int64_t run_bytes, const uint8_t* packed) {
+  return baton::scatter_runs(packed, runs, num_runs, run_bytes);
+}
 
 }  // extern "C"
