@@ -61,7 +61,9 @@ def sender_frame_from_proto(message: pb.SenderFrame) -> SenderFrame | None:
             return AbortTransfer(message.abort.transfer_id, error_from_proto(message.abort.error))
         case "hello":
             worker = WorkerIdentity(message.hello.worker_id, message.hello.epoch)
-            return Hello(worker, message.hello.peer_epoch, _format_from_proto(message.hello.format))
+            hello = message.hello
+            fmt = _format_from_proto(hello.format)
+            return Hello(worker, hello.peer_epoch, fmt, hello.transfer_id, hello.secret)
         case "heartbeat":
             return Heartbeat()
         case _:
@@ -222,7 +224,12 @@ def _hello_to_proto(frame: Hello) -> pb.Hello:
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
+            first_kv_head=layout.first_kv_head,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
         ),
+        transfer_id=frame.transfer_id,
+        secret=frame.secret,
     )
 
 
@@ -233,5 +240,8 @@ def _format_from_proto(message: pb.KvFormat) -> KvFormat:
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
         dtype=message.dtype,
+        first_kv_head=message.first_kv_head,
+        tp_rank=message.tp_rank,
+        tp_size=message.tp_size,
     )
     return KvFormat(message.model_fingerprint, message.layout, layout)

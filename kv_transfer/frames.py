@@ -35,11 +35,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """peer_epoch: the receiver's incarnation that the sender means."""
+    """peer_epoch: the receiver's incarnation that the sender means. transfer_id, secret: of a reservation that the
+    receiver made, the proof that a router sent this sender; format: of its KV."""
 
     worker: WorkerIdentity
     peer_epoch: str
     format: KvFormat
+    transfer_id: str
+    secret: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import BatonError, ErrorKind
-from common.kvcache.layout import KvStore
+from common.kvcache.layout import KvLayout, KvStore
+from common.kvcache.reshape import Reshape
 from common.telemetry import get_logger
 from kv_transfer.frames import CommitTransfer, Manifest, SlotWritten
 from kv_transfer.pieces import Coverage, Piece
@@ -61,25 +62,25 @@ class IncomingTransfer:
         deadline: float,
         clock: Callable[[], float],
     ) -> None:
-        layout = store.layout
         self.transfer_id: Final = transfer_id
         self.deadline: Final = deadline
         self.secret: Final = secrets.token_bytes(SECRET_BYTES)
         self.channel: object = None
         self.error: BatonError | None = None
         self._block_ids = tuple(block_ids)
-        self._max_computed_tokens = (
-            -(-num_cached_tokens // layout.block_size) + len(self._block_ids)
-        ) * layout.block_size
+        self._num_cached_tokens = num_cached_tokens
         self._callbacks = callbacks
         self._store = store
+        # How the sender's blocks fill ours: known from open() on.
+        self._reshape = self._reshape_of(store.layout)
         self._clock = clock
         self._lock = threading.RLock()
         self._no_copies = threading.Condition(self._lock)
         self._copies = 0
         self._state = IncomingState.RESERVED
         self._final_call: Callable[[], None] | None = None
-        self._coverage = Coverage(layout.num_layers, len(self._block_ids))
+        self._coverage = Coverage(store.layout.num_layers, 0)
+        self._num_wire_blocks = 0
         self._claimed = 0
         self._refusals: Counter[Piece] = Counter()
         self._awaited_again: set[Piece] = set()
@@ -94,6 +95,7 @@ class IncomingTransfer:
 
     @property
     def expected_bytes(self) -> int:
+        """From a sender whose blocks are shaped as ours."""
         layout = self._store.layout
         return len(self._block_ids) * layout.num_layers * layout.block_bytes
 
@@ -101,19 +103,32 @@ class IncomingTransfer:
         """In constant time."""
         return hmac.compare_digest(self.secret, secret)
 
-    def open(self, channel: object) -> bool:
-        """The sender has proved the reservation. False: opened before, or ended."""
+    def open(self, channel: object, wire: KvLayout, expected_bytes: int) -> bool:
+        """The sender has proved the reservation, and will send so many bytes of blocks in the layout `wire`. False:
+        opened before, or ended. Fails the transfer where they don't fill its blocks."""
         with self._lock:
             if not self._move(IncomingState.RECEIVING):
                 return False
             self.channel = channel
+            self._reshape = self._reshape_of(wire)
+            self._num_wire_blocks, rest = divmod(expected_bytes, wire.num_layers * wire.block_bytes)
+            if rest or not self._reshape.fits(self._num_wire_blocks):
+                message = (
+                    f"transfer {self.transfer_id}: the prefill worker would send {expected_bytes} bytes, in blocks of "
+                    f"{wire.block_size} tokens; the reservation lacks {self.expected_bytes}, "
+                    f"in blocks of {self._store.layout.block_size}"
+                )
+                self._end(IncomingState.ABORTED, BatonError(ErrorKind.INTERNAL, message))
+                self._finish()
+            else:
+                self._coverage = Coverage(wire.num_layers, self._num_wire_blocks)
             return True
 
     def claim(self, written: SlotWritten) -> bool:
         """Check a piece and set its units aside; True obliges the caller to land() it. False: not a valid piece."""
-        if written.num_bytes != written.piece.num_units * self._store.layout.block_bytes:
-            return False
         with self._lock:
+            if written.num_bytes != written.piece.num_units * self._reshape.wire.block_bytes:
+                return False
             if not self._coverage.claim(written.piece):
                 return False
             self._awaited_again.discard(written.piece)
@@ -135,9 +150,7 @@ class IncomingTransfer:
         checksum: int | None = None
         failure: BatonError | None = None
         try:
-            piece = written.piece
-            ids = self._block_ids[piece.first_block : piece.first_block + piece.num_blocks]
-            checksum = self._store.scatter(piece.first_layer, piece.num_layers, ids, data)
+            checksum = self._copy(written.piece, data)
         except Exception as error:
             log.exception("scatter failed", transfer_id=self.transfer_id)
             failure = BatonError(ErrorKind.INTERNAL, f"transfer {self.transfer_id}: the KV store refused it: {error}")
@@ -180,6 +193,17 @@ class IncomingTransfer:
                 self._no_copies.wait()
             return moved
 
+    def _copy(self, piece: Piece, data: npt.NDArray[np.uint8]) -> int:
+        first_layer, num_layers, reshape = piece.first_layer, piece.num_layers, self._reshape
+        if reshape.is_plain:
+            ids = self._block_ids[piece.first_block : piece.first_block + piece.num_blocks]
+            return self._store.scatter(first_layer, num_layers, ids, data)
+        parts = reshape.parts(piece.first_block, piece.num_blocks)
+        return self._store.scatter_parts(first_layer, num_layers, self._block_ids, data, parts, reshape)
+
+    def _reshape_of(self, wire: KvLayout) -> Reshape:
+        return Reshape(wire, self._store.layout, self._num_cached_tokens, len(self._block_ids))
+
     # The rest runs with the lock held.
 
     def _move(self, state: IncomingState) -> bool:
@@ -214,8 +238,7 @@ class IncomingTransfer:
             self._corrupt(
                 f"manifest {manifest}, landed {self._landed}, all blocks filled: {self._coverage.is_complete}"
             )
-        elif handoff.num_computed_tokens > self._max_computed_tokens:
-            held = self._max_computed_tokens
+        elif handoff.num_computed_tokens > (held := self._reshape.num_tokens(self._num_wire_blocks)):
             self._corrupt(f"{handoff.num_computed_tokens} tokens computed, the reserved blocks hold {held}")
         elif self._move(IncomingState.COMMITTED):
             self._final_call = lambda: self._callbacks.on_commit(handoff, self._stats())

@@ -64,12 +64,20 @@ class SenderParts:
 class PeerChannel:
     """Implements SenderPort. For one event loop."""
 
-    def __init__(self, parts: SenderParts, target: TransferTarget, on_ending: Callable[[PeerChannel], None]) -> None:
+    def __init__(
+        self,
+        parts: SenderParts,
+        transfer_id: str,
+        target: TransferTarget,
+        on_ending: Callable[[PeerChannel], None],
+    ) -> None:
+        """transfer_id, target: the reservation for which it is opened; its secret admits the whole channel."""
         self.address: Final = target.address
         self.worker: Final = target.worker
         self.lanes: tuple[str, ...] = ()
         self.protocol: Final = SenderProtocol(self, parts.pool, parts.totals, time.monotonic)
         self._parts = parts
+        self._proof = (transfer_id, target.secret)
         self._on_ending = on_ending
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox[SenderFrame] = Outbox()
@@ -177,7 +185,7 @@ class PeerChannel:
 
     async def _shake_hands(self, channel: grpc.aio.Channel) -> tuple[Call, Welcome]:
         call: Call = transfer_pb2_grpc.TransferServiceStub(channel).Channel()
-        hello = Hello(self._parts.identity, self.worker.epoch, self._parts.format)
+        hello = Hello(self._parts.identity, self.worker.epoch, self._parts.format, *self._proof)
         # Where the connection fails at once, write finds the call finished; read says why.
         with contextlib.suppress(asyncio.InvalidStateError):
             await call.write(convert.sender_frames_to_proto([hello]))

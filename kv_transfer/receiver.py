@@ -196,6 +196,9 @@ class KvReceiver:
         if hello.peer_epoch != me.epoch:
             message = f"decode worker {me.worker_id} has epoch {me.epoch!r}, not {hello.peer_epoch!r}: it was restarted"
             raise BatonError(ErrorKind.STALE_EPOCH, message)
+        if not self._protocol.knows(hello.transfer_id, hello.secret):
+            message = f"decode worker {me.worker_id} made no reservation for this sender: it learns nothing here"
+            raise BatonError(ErrorKind.LEASE_LOST, message)
         if mismatch := self._format.mismatch(hello.format):
             message = f"KV of {hello.worker.worker_id} does not fit {me.worker_id}: {mismatch}"
             raise BatonError(ErrorKind.INTERNAL, message)

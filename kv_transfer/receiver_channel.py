@@ -82,7 +82,7 @@ class ReceiverChannel:
         self.send(gate.admit(hello))
         self.peer = hello.worker
         log.info("transfer channel opened", peer=hello.worker.worker_id)
-        self._protocol.channel_opened(self)
+        self._protocol.channel_opened(self, hello.format.layout)
         self._deliver(rest)
         await self._exchange(context, hello.worker.worker_id)
         if self._ended.done():

@@ -6,14 +6,15 @@ frame that is late, repeated, or about something unknown is counted and dropped.
 
 from __future__ import annotations
 
+import hmac
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from common.errors import BatonError, ErrorKind
-from common.kvcache.layout import KvStore
+from common.kvcache.layout import KvLayout, KvStore
 from kv_transfer.frames import (
     AbortTransfer,
     Committed,
@@ -34,6 +35,9 @@ from kv_transfer.landing_ring import Channel, LandingRing, SlotState
 from kv_transfer.state import IncomingState, is_final
 from kv_transfer.stats import Dropped, ReceiverStats
 from kv_transfer.types import ReceiverCallbacks
+
+# Of the newest reservations: who knows one of their secrets may open a channel, even if that one has ended meanwhile.
+MAX_KNOWN_SECRETS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class ReceiverProtocol:
         # Who takes a transfer out of here announces its end: that happens once.
         self._transfers: dict[str, IncomingTransfer] = {}
         self._by_channel: dict[Channel, set[IncomingTransfer]] = {}
+        self._layouts: dict[Channel, KvLayout] = {}
+        self._secrets: OrderedDict[str, bytes] = OrderedDict()
         self._ended: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -113,6 +119,9 @@ class ReceiverProtocol:
             if transfer_id in self._transfers:
                 raise BatonError(ErrorKind.INTERNAL, f"transfer {transfer_id} is reserved already")
             self._transfers[transfer_id] = transfer
+            self._secrets[transfer_id] = transfer.secret
+            if len(self._secrets) > MAX_KNOWN_SECRETS:
+                self._secrets.popitem(last=False)
         return transfer.secret
 
     def release(self, transfer_id: str) -> IncomingTransfer | None:
@@ -126,16 +135,25 @@ class ReceiverProtocol:
 
     # The event loop.
 
-    def channel_opened(self, channel: Channel) -> None:
+    def channel_opened(self, channel: Channel, layout: KvLayout) -> None:
+        """layout: in which its sender's blocks come."""
         self._by_channel[channel] = set()
+        self._layouts[channel] = layout
 
     def channel_lost(self, channel: Channel, error: BatonError) -> None:
         """However it ended: its transfers fail with `error`, its slots go into quarantine."""
         transfers = self._by_channel.pop(channel, set())
+        self._layouts.pop(channel, None)
         self._ring.fence(channel, self._clock())
         for transfer in transfers:
             self._fail(transfer, error, IncomingState.EXPIRED)
         self._grant()
+
+    def knows(self, transfer_id: str, secret: bytes) -> bool:
+        """Whether that reservation was made here with that secret, lately: it may have ended since."""
+        with self._lock:
+            known = self._secrets.get(transfer_id)
+        return known is not None and hmac.compare_digest(known, secret)
 
     def handshake_refused(self) -> None:
         self._refused_handshakes += 1
@@ -234,19 +252,14 @@ class ReceiverProtocol:
         if not transfer.accepts_secret(frame.secret):
             self._refuse(channel, frame, Dropped.WRONG_SECRET)
             return
-        if not transfer.open(channel):
+        if not transfer.open(channel, self._layouts[channel], frame.expected_bytes):
             if transfer.channel == channel:
                 self._dropped[Dropped.DUPLICATE] += 1
             else:
                 self._refuse(channel, frame, Dropped.LATE)
             return
         self._by_channel[channel].add(transfer)
-        if frame.expected_bytes != transfer.expected_bytes:
-            message = (
-                f"transfer {frame.transfer_id}: the prefill worker would send {frame.expected_bytes} bytes, "
-                f"the reservation lacks {transfer.expected_bytes}"
-            )
-            self._fail(transfer, BatonError(ErrorKind.INTERNAL, message), IncomingState.ABORTED)
+        self._announce_if_ended(transfer)
 
     def _refuse(self, channel: Channel, frame: OpenTransfer, reason: Dropped) -> None:
         """One answer, whatever the reason: a stranger learns nothing, an honest sender came too late."""

@@ -172,7 +172,7 @@ class KvSender:
         key = (transfer.target.address, transfer.target.worker.epoch)
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = PeerChannel(self._parts, transfer.target, self._forget)
+            peer = self._peers[key] = PeerChannel(self._parts, transfer.transfer_id, transfer.target, self._forget)
             task = asyncio.create_task(peer.run())
             self._tasks[peer] = task
             task.add_done_callback(self._finished)

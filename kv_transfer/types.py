@@ -19,20 +19,36 @@ from common.sampling_params import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """What both sides must agree on. `mismatch` names the first field that differs."""
+    """What both sides tell each other in the handshake, and mostly must agree on."""
 
     model_fingerprint: str
     layout_name: str
     layout: KvLayout
 
     def mismatch(self, other: KvFormat) -> str | None:
-        """One line naming the field and both values, or None where all agree."""
+        """Why KV of `other` can't be taken over here: one line naming the field and both values; None where it can.
+
+        Blocks may have another size, and hold more heads than are kept here (kvcache/reshape.py)."""
         mine, theirs = self._fields(), other._fields()
-        return next((f"{k}: {mine[k]!r} here, {theirs[k]!r} there" for k in mine if mine[k] != theirs[k]), None)
+        differing = next((f"{k}: {mine[k]!r} here, {theirs[k]!r} there" for k in mine if mine[k] != theirs[k]), None)
+        return differing or self._uncovered_heads(other.layout)
 
     def _fields(self) -> dict[str, object]:
-        own = {name: getattr(self.layout, name) for name in KvLayout.__slots__}
+        own = {name: getattr(self.layout, name) for name in ("num_layers", "head_dim", "dtype")}
         return {"model_fingerprint": self.model_fingerprint, "layout": self.layout_name, **own}
+
+    def _uncovered_heads(self, theirs: KvLayout) -> str | None:
+        mine = self.layout
+        if theirs.block_size < 1:
+            return f"block_size: {mine.block_size} here, {theirs.block_size} there"
+        if theirs.first_kv_head <= mine.first_kv_head and mine.end_kv_head <= theirs.end_kv_head:
+            return None
+        return f"KV heads: {_heads(mine)} here, {_heads(theirs)} there: one sender must hold all that are kept here"
+
+
+def _heads(layout: KvLayout) -> str:
+    rank = f"rank {layout.tp_rank} of {layout.tp_size}"
+    return f"{layout.first_kv_head} to {layout.end_kv_head - 1} ({rank})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,12 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         self._changed = True
         sequence.started_at = now
         num_blocks = num_blocks_for_tokens(sequence.num_tokens, self._config.block_size)
-        sequence.num_pushed_blocks = min(sequence.target.num_cached_tokens // self._config.block_size, num_blocks)
+        # The decode side's blocks may have another size: a block that it has only in part is sent.
+        num_held_tokens = sequence.target.num_cached_tokens
+        held_blocks = (
+            num_blocks if num_held_tokens >= sequence.num_tokens else num_held_tokens // self._config.block_size
+        )
+        sequence.num_pushed_blocks = held_blocks
         try:
             sequence.outgoing = self._open_transfer(sequence, num_blocks - sequence.num_pushed_blocks, now)
         except BatonError as error:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from common.errors import BatonError
 from common.kvcache.checksum import checksum_of
 from common.kvcache.layout import LAYOUT_NAME, KvLayout
+from common.kvcache.reshape import BlockPart, Reshape, copy_parts
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.stats import ReceiverStats
 from kv_transfer.transport.base import Endpoint, LostHandler, PutDone, Region, Transport, TransportError
@@ -52,6 +53,25 @@ class NumpyKvStore:
         packed = data.reshape(num_layers, len(block_ids), -1)
         self.data[first_layer : first_layer + num_layers][:, list(block_ids)] = packed
         return checksum_of(data)
+
+    def scatter_parts(
+        self,
+        first_layer: int,
+        num_layers: int,
+        block_ids: Sequence[int],
+        data: npt.NDArray[np.uint8],
+        parts: Sequence[BlockPart],
+        reshape: Reshape,
+    ) -> int:
+        target, wire = self.by_token(first_layer, num_layers), reshape.wire
+        shape = (num_layers, -1, 2, wire.num_kv_heads, wire.block_size, target.shape[-1])
+        copy_parts(target, data.reshape(shape), parts, block_ids, reshape)
+        return checksum_of(data)
+
+    def by_token(self, first_layer: int = 0, num_layers: int | None = None) -> npt.NDArray[np.uint8]:
+        """A view [layers, blocks, 2, heads, block_size, bytes of a head]."""
+        layers = self.data[first_layer : None if num_layers is None else first_layer + num_layers]
+        return layers.reshape(*layers.shape[:2], 2, self.layout.num_kv_heads, self.layout.block_size, -1)
 
     def blocks(self, block_ids: Sequence[int]) -> bytes:
         """Their bytes in all layers."""

@@ -20,6 +20,7 @@ import torch
 from common.kernels.cpu.block_copy import load_block_copy
 from common.kvcache.checksum import checksum_of
 from common.kvcache.layout import KvLayout
+from common.kvcache.reshape import BlockPart, Reshape, copy_parts
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HUGE_PAGE_BYTES: Final = 2 << 20
@@ -79,6 +80,31 @@ class KvCache:
         packed = self._as_words(data if data.flags.writeable else data.copy(), num_layers, ids.size)
         index = torch.from_numpy(ids).to(self.device)
         self._words[first_layer : first_layer + num_layers].index_copy_(1, index, packed.to(self.device))
+        return checksum_of(data)
+
+    def scatter_parts(
+        self,
+        first_layer: int,
+        num_layers: int,
+        block_ids: Sequence[int],
+        data: npt.NDArray[np.uint8],
+        parts: Sequence[BlockPart],
+        reshape: Reshape,
+    ) -> int:
+        """Copy parts of blocks of another shape in, as KvStore says. Raises ValueError like gather."""
+        wire, own = reshape.wire, self._layout
+        if not 0 <= first_layer < first_layer + num_layers <= own.num_layers:
+            raise ValueError(f"layers [{first_layer}, {first_layer + num_layers}) of {own.num_layers}")
+        if any(not 0 <= block_id < self.num_blocks for block_id in block_ids):
+            raise ValueError(f"block ids {min(block_ids)}..{max(block_ids)} of {self.num_blocks} blocks")
+        if (wire.dtype, wire.head_dim) != (own.dtype, own.head_dim) or reshape.local != own:
+            raise ValueError(f"{wire} does not fill {own}")
+        if not data.nbytes or data.nbytes % (num_layers * wire.block_bytes) or not data.flags.c_contiguous:
+            raise ValueError(f"{data.nbytes} bytes are no blocks of {wire.block_bytes} in {num_layers} layers")
+        packed = torch.frombuffer(data if data.flags.writeable else data.copy(), dtype=torch.uint8)
+        shape = (num_layers, -1, 2, wire.num_kv_heads, wire.block_size, wire.head_dim)
+        source = packed.view(TORCH_DTYPES[wire.dtype]).view(shape).to(self.device)
+        copy_parts(self.data[first_layer : first_layer + num_layers], source, parts, block_ids, reshape)
         return checksum_of(data)
 
     def _check(

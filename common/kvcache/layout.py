@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from common.kvcache.reshape import BlockPart, Reshape
 
 LAYOUT_NAME: Final = "layer,block,kv,head,token,dim"
 DTYPE_BYTES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -22,13 +25,22 @@ DTYPE_BYTES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """dtype: "float32" or "bfloat16"."""
+    """dtype: "float32" or "bfloat16". num_kv_heads: those held here, of the model's the ones from first_kv_head on, as
+    rank tp_rank of tp_size (see reshape.py)."""
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: str
+    first_kv_head: int = 0
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def end_kv_head(self) -> int:
+        """Behind the last of the model's KV heads that are held here."""
+        return self.first_kv_head + self.num_kv_heads
 
     @property
     def block_bytes(self) -> int:
@@ -42,7 +54,7 @@ class KvLayout:
 
 
 class KvStore(Protocol):
-    """What a KV cache offers to transfer. Both calls copy, may run in any thread, and return the checksum (checksum.py)
+    """What a KV cache offers to transfer. All calls copy, may run in any thread, and return the checksum (checksum.py)
     of the packed bytes.
 
     The caller guarantees that the blocks are not reused, and (scatter) not read, during the call. `data` may change
@@ -62,3 +74,16 @@ class KvStore(Protocol):
     def scatter(
         self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]
     ) -> int: ...
+
+    def scatter_parts(
+        self,
+        first_layer: int,
+        num_layers: int,
+        block_ids: Sequence[int],
+        data: npt.NDArray[np.uint8],
+        parts: Sequence[BlockPart],
+        reshape: Reshape,
+    ) -> int:
+        """As scatter, of bytes packed in reshape.wire's layout: only `parts` are written, and only the heads held here.
+        block_ids: all blocks of the transfer; parts count in them, and in the wire blocks of `data`."""
+        ...

@@ -12,12 +12,15 @@ from multiprocessing import get_context
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from baton.transfer.v1 import transfer_pb2 as pb
 from baton.transfer.v1 import transfer_pb2_grpc
 from common.errors import BatonError, ErrorKind
 from common.kvcache.layout import KvLayout
+from kv_transfer import convert
+from kv_transfer.frames import Hello
 from kv_transfer.sender import KvSender
 from kv_transfer.types import Handoff, SenderCallbacks, TransferStats, TransferTarget, WorkerIdentity
 from tests.kv_fakes import (
@@ -320,6 +323,10 @@ async def test_a_stranger_with_a_wrong_secret_gets_nothing_and_harms_nothing(dec
     before = (await away(decode.stats)).dropped_frames.get("wrong_secret", 0)
     async with sending(store) as sender:
         target = await away(decode.reserve, "wanted", [3])
+        # An honest neighbour on the same channel, without which the stranger would not even be welcomed.
+        first = Outbound(sender, "first", await away(decode.reserve, "first", [4]), 1)
+        first.send_all([4])
+        assert isinstance(await first.result(), TransferStats)
         guess = Outbound(sender, "wanted", decode.target(bytes(16)), 1)
         guess.send_all([5])
         never_made = Outbound(sender, "unheard-of", decode.target(bytes(16)), 1)
@@ -352,19 +359,66 @@ async def test_a_stale_epoch_is_refused(decode: RemoteDecode) -> None:
         assert "epoch-1" in error.message
 
 
-@pytest.mark.parametrize(
-    ("field", "values"), [("fingerprint", ("model-a", "model-b")), ("dtype", ("'float32'", "'bfloat16'"))]
-)
-async def test_formats_that_differ_are_refused_with_both_values(
-    decode: RemoteDecode, field: str, values: tuple[str, str]
-) -> None:
-    layout = SMALL if field == "fingerprint" else KvLayout(3, 4, 2, 8, "bfloat16")
+MISFITS = {
+    "dtype": (KvLayout(3, 4, 2, 8, "bfloat16"), ("'float32'", "'bfloat16'")),
+    "num_layers": (KvLayout(4, 4, 2, 8, "float32"), ("3", "4")),
+    "head_dim": (KvLayout(3, 4, 2, 16, "float32"), ("8", "16")),
+    "KV heads": (KvLayout(3, 4, 1, 8, "float32", first_kv_head=1, tp_rank=1, tp_size=2), ("0 to 1", "1 to 1", "of 2")),
+    "fingerprint": (SMALL, ("model-a", "model-b")),
+}
+
+
+@pytest.mark.parametrize("field", MISFITS)
+async def test_formats_that_do_not_fit_are_refused_with_both_values(decode: RemoteDecode, field: str) -> None:
+    layout, values = MISFITS[field]
     fingerprint = "model-b" if field == "fingerprint" else "model-a"
+    target = await away(decode.reserve, f"misfit-{field}", [1])
     async with sending(NumpyKvStore(layout, 64, seed=13), fingerprint=fingerprint) as sender:
-        outbound = Outbound(sender, "misfit", decode.target(bytes(16)), 1)
-        error = await outbound.error()
+        error = await Outbound(sender, f"misfit-{field}", target, 1).error()
         assert error.kind is ErrorKind.INTERNAL
         assert all(value in error.message for value in (field, *values))
+    await away(decode.ask, "release", f"misfit-{field}", [1])
+
+
+SHAPES = {
+    "larger blocks": KvLayout(3, 8, 2, 8, "float32"),
+    "smaller blocks": KvLayout(3, 3, 2, 8, "float32"),
+    "more heads": KvLayout(3, 4, 4, 8, "float32"),
+    "both": KvLayout(3, 6, 6, 8, "float32"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_blocks_of_another_shape_fill_the_receivers(decode: RemoteDecode, name: str) -> None:
+    layout, num_tokens, held = SHAPES[name], 50, 8
+    store = NumpyKvStore(layout, 64, seed=22)
+    first, end = held // layout.block_size, -(-num_tokens // layout.block_size)
+    targets = random.Random(name).sample(range(64), -(-(num_tokens - held) // SMALL.block_size))
+    target = await away(decode.reserve, name, targets, held)
+    async with sending(store) as sender:
+        outbound = Outbound(sender, name, target, end - first)
+        outbound.send_all(range(first, end), num_tokens=num_tokens)
+        assert isinstance(await outbound.result(), TransferStats)
+    received = NumpyKvStore(SMALL, len(targets))
+    received.data[:] = np.frombuffer(await away(decode.ask, "blocks", targets), np.uint8).reshape(received.data.shape)
+    for token in range(held, num_tokens):
+        block, offset = divmod(token - held, SMALL.block_size)
+        got = received.by_token()[:, block, :, :, offset]
+        block, offset = divmod(token, layout.block_size)
+        assert (got == store.by_token()[:, block, :, : SMALL.num_kv_heads, offset]).all()
+
+
+async def test_who_shows_no_secret_of_a_reservation_is_not_told_where_to_put(decode: RemoteDecode) -> None:
+    await away(decode.reserve, "someone's", [3])
+    for transfer_id, secret in (("someone's", bytes(16)), ("nobody's", bytes(16)), ("", b"")):
+        hello = Hello(WorkerIdentity("stranger", "s"), "epoch-1", kv_format(), transfer_id, secret)
+        async with grpc.aio.insecure_channel(decode.address) as channel:
+            call = transfer_pb2_grpc.TransferServiceStub(channel).Channel()
+            await call.write(convert.sender_frames_to_proto([hello]))
+            with pytest.raises(grpc.aio.AioRpcError, match="learns nothing") as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.ABORTED
+    await away(decode.ask, "release", "someone's", [3])
 
 
 async def test_garbage_instead_of_a_hello_is_refused(decode: RemoteDecode) -> None:

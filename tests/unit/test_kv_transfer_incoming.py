@@ -34,7 +34,7 @@ class Bench:
         self.transfer = IncomingTransfer(
             "t", BLOCKS, num_cached_tokens, callbacks, store=self.store, deadline=9.0, clock=lambda: 1.0
         )
-        assert self.transfer.open("channel")
+        assert self.transfer.open("channel", SMALL, self.transfer.expected_bytes)
         self.manifest = Manifest()
 
     def piece(self, piece: Piece, seed: int = 0) -> tuple[SlotWritten, npt.NDArray[np.uint8]]:
@@ -94,7 +94,7 @@ def test_nothing_to_send_commits_at_once() -> None:
     callbacks = ReceiverCallbacks(lambda handoff, stats: ended.append(handoff), ended.append)
     transfer = IncomingTransfer("t", [], 12, callbacks, store=NumpyKvStore(SMALL, 8), deadline=9.0, clock=lambda: 1.0)
     assert transfer.expected_bytes == 0
-    transfer.open("channel")
+    transfer.open("channel", SMALL, 0)
     transfer.set_manifest(CommitTransfer("t", Manifest(), HANDOFF))
     assert ended == [HANDOFF]
 
@@ -186,7 +186,7 @@ def test_only_its_own_secret_is_accepted(secret: bytes) -> None:
 def test_what_has_ended_neither_opens_nor_ends_again() -> None:
     bench = Bench()
     assert bench.transfer.fail(BatonError(ErrorKind.LEASE_LOST, "gone"), IncomingState.EXPIRED)
-    assert not bench.transfer.open("other")
+    assert not bench.transfer.open("other", SMALL, 0)
     assert not bench.transfer.fail(BatonError(ErrorKind.CANCELLED, "again"))
     assert not bench.transfer.release()
     assert not bench.commit()

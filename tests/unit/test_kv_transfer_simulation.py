@@ -1,6 +1,7 @@
 """Senders, a receiver, and everything that can happen between them, chosen by hypothesis: frames delayed, dropped,
 repeated, swapped; bytes spoiled, or written long after their sender was given up; aborts from either side; channels
-cut; senders crashed. The protocols are the product's own; threads, sockets and clocks are this file's.
+cut; senders crashed; senders whose blocks are of another shape than the receiver's. The protocols are the product's
+own; threads, sockets and clocks are this file's.
 
 What must hold: a commit means the very bytes; blocks that were given back are never touched again; every transfer ends
 exactly once on each side that lives to see it; all slots, staging memory and tables return to their start.
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.errors import BatonError, ErrorKind
+from common.kvcache.layout import KvLayout
 from kv_transfer.frames import ReceiverFrame, SenderFrame
 from kv_transfer.outgoing import Outgoing, PieceJob
 from kv_transfer.pieces import plan_geometry
@@ -37,6 +39,15 @@ from tests.kv_fakes import SMALL, NumpyKvStore
 SLOT_BYTES = 4 * SMALL.block_bytes  # one block over all three layers, and a remainder
 NUM_SLOTS, NUM_STAGING, LEASE_S, TIMEOUT_S = 4, 3, 2.0, 30.0
 NUM_BLOCKS = 96
+# In which senders hold their KV: as the receiver does, in larger blocks, in smaller ones with more heads.
+SHAPES = [SMALL, KvLayout(3, 8, 2, 8, "float32"), KvLayout(3, 2, 4, 8, "float32")]
+
+
+def tokens_of(store: NumpyKvStore, block_ids: list[int], num_tokens: int) -> bytes:
+    """What the blocks hold of the first num_tokens, in the receiver's heads, whatever the store's shape."""
+    blocks = store.by_token()[:, block_ids][:, :, :, : SMALL.num_kv_heads]
+    by_token = blocks.transpose(0, 1, 4, 2, 3, 5)
+    return by_token.reshape(SMALL.num_layers, -1, *by_token.shape[3:])[:, :num_tokens].tobytes()
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +68,10 @@ class Record:
     # What the target blocks held when they were given back.
     given_back: bytes | None = None
 
+    @property
+    def handoff(self) -> Handoff:
+        return Handoff(len(self.source_ids) * self.sender.layout.block_size, 5)
+
 
 class Channel:
     """Frames under way, each direction in order unless a rule says otherwise."""
@@ -72,7 +87,8 @@ class Sender:
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
-        self.store = NumpyKvStore(SMALL, NUM_BLOCKS, seed)
+        self.layout = SHAPES[seed % len(SHAPES)]
+        self.store = NumpyKvStore(self.layout, NUM_BLOCKS, seed)
         self.free_blocks = list(range(NUM_BLOCKS))
         self.staging = np.zeros(NUM_STAGING * SLOT_BYTES, np.uint8)
         self.pool = StagingPool(NUM_STAGING, max_held=2)
@@ -87,8 +103,8 @@ class Sender:
         self.breaking: BatonError | None = None
         self.protocol = SenderProtocol(self, self.pool, self.totals, lambda: self.world.now)
         self.world.channels.append(self.channel)
-        self.world.receiver.channel_opened(self.channel)
-        self.protocol.welcome(plan_geometry(SMALL, SLOT_BYTES), NUM_SLOTS)
+        self.world.receiver.channel_opened(self.channel, self.layout)
+        self.protocol.welcome(plan_geometry(self.layout, SLOT_BYTES), NUM_SLOTS)
 
     def send(self, frame: SenderFrame) -> None:
         self.channel.to_receiver.append(frame)
@@ -218,13 +234,16 @@ class World:
     def open(self, sender: Sender, num_blocks: int, right_secret: bool) -> None:
         transfer_id = f"t{len(self.records)}"
         sources = [sender.free_blocks.pop() for _ in range(num_blocks)]
-        targets = [self.free_blocks.pop() for _ in range(num_blocks)]
-        record = Record(transfer_id, sender, sources, targets, sender.store.blocks(sources))
+        num_tokens = num_blocks * sender.layout.block_size
+        targets = [self.free_blocks.pop() for _ in range(-(-num_tokens // SMALL.block_size))]
+        record = Record(transfer_id, sender, sources, targets, tokens_of(sender.store, sources, num_tokens))
         self.records[transfer_id] = record
 
         def on_commit(handoff: Handoff, _: TransferStats) -> None:
-            assert handoff == Handoff(4 * num_blocks, 5)
-            assert self.store.blocks(targets) == record.source, "committed, and not the bytes that were sent"
+            assert handoff == Handoff(num_tokens, 5)
+            assert tokens_of(self.store, targets, num_tokens) == record.source, (
+                "committed, and not the bytes that were sent"
+            )
             record.receiver_ends.append(handoff)
             self.give_back(record)
 
@@ -304,7 +323,7 @@ class Simulation(RuleBasedStateMachine):
     @rule(index=INDEX, num_blocks=st.integers(0, 4), right_secret=st.sampled_from([True, True, True, False]))
     def open(self, index: int, num_blocks: int, right_secret: bool) -> None:
         sender = self.world.senders[index]
-        if len(sender.free_blocks) >= num_blocks and len(self.world.free_blocks) >= num_blocks:
+        if len(sender.free_blocks) >= num_blocks and len(self.world.free_blocks) >= 2 * num_blocks:
             self.world.open(sender, num_blocks, right_secret)
 
     @rule(index=INDEX)
@@ -313,13 +332,13 @@ class Simulation(RuleBasedStateMachine):
 
     def open_push_and_commit(self, index: int) -> None:
         sender = self.world.senders[index]
-        if len(sender.free_blocks) < 3 or len(self.world.free_blocks) < 3:
+        if len(sender.free_blocks) < 3 or len(self.world.free_blocks) < 6:
             return
         self.world.open(sender, 3, right_secret=True)
         record = list(self.world.records.values())[-1]
         assert record.outgoing is not None
         sender.protocol.push(record.outgoing, tuple(record.source_ids))
-        sender.protocol.commit(record.outgoing, Handoff(12, 5))
+        sender.protocol.commit(record.outgoing, record.handoff)
         record.pushed, record.committing = 3, True
 
     @rule(data=st.data(), count=st.integers(1, 3))
@@ -334,8 +353,7 @@ class Simulation(RuleBasedStateMachine):
         record = self.pick(data)
         if record is not None and record.outgoing is not None and record.pushed == len(record.source_ids):
             record.committing = True
-            handoff = Handoff(4 * len(record.source_ids), 5)
-            self.world.protocols[record.outgoing].commit(record.outgoing, handoff)
+            self.world.protocols[record.outgoing].commit(record.outgoing, record.handoff)
 
     @rule(data=st.data())
     def sender_aborts(self, data: st.DataObject) -> None:
@@ -503,11 +521,11 @@ def test_an_undisturbed_transfer_commits_and_tells_both_sides() -> None:
         assert record.outgoing is not None
         for block in record.source_ids:
             record.sender.protocol.push(record.outgoing, (block,))
-        record.sender.protocol.commit(record.outgoing, Handoff(16, 5))
+        record.sender.protocol.commit(record.outgoing, record.handoff)
     world.settle()
     for record in world.records.values():
         assert isinstance(record.sender_ends[0], TransferStats)
-        assert record.receiver_ends == [Handoff(16, 5)]
+        assert record.receiver_ends == [record.handoff]
 
 
 def test_a_wrong_secret_is_refused_and_leaves_the_reservation_alone() -> None:
@@ -547,6 +565,6 @@ def test_transfers_without_kv_at_hand_hold_no_slots() -> None:
     last = list(world.records.values())[-1]
     assert last.outgoing is not None
     world.senders[0].protocol.push(last.outgoing, tuple(last.source_ids))
-    world.senders[0].protocol.commit(last.outgoing, Handoff(16, 5))
+    world.senders[0].protocol.commit(last.outgoing, last.handoff)
     world.settle()
     assert isinstance(last.sender_ends[0], TransferStats)

@@ -21,7 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KvFormat(_message.Message):
-    """Compared field by field; a mismatch is refused with both values named."""
+    """Compared; what the receiver can't take is refused with both values named.
+    Blocks of another size are reshaped, and of more heads the receiver's taken.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,6 +34,9 @@ class KvFormat(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
+    FIRST_KV_HEAD_FIELD_NUMBER: _builtins.int
+    TP_RANK_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     layout: _builtins.str
@@ -40,6 +45,10 @@ class KvFormat(_message.Message):
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     head_dim: _builtins.int
+    first_kv_head: _builtins.int
+    """Of the model's KV heads, the first of the num_kv_heads that are held here."""
+    tp_rank: _builtins.int
+    tp_size: _builtins.int
     def __init__(
         self,
         *,
@@ -50,10 +59,13 @@ class KvFormat(_message.Message):
         num_layers: _builtins.int = ...,
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
+        first_kv_head: _builtins.int = ...,
+        tp_rank: _builtins.int = ...,
+        tp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "layout", b"layout", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "head_dim", b"head_dim", "layout", b"layout", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -67,11 +79,18 @@ class Hello(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """Epoch of the sender's incarnation."""
     peer_epoch: _builtins.str
     """Epoch of the receiver that the sender means to talk to."""
+    transfer_id: _builtins.str
+    """Of one of the receiver's reservations: the proof that a router sent this
+    sender. Without it nothing is learnt here, not even where to put.
+    """
+    secret: _builtins.bytes
     @_builtins.property
     def format(self) -> Global___KvFormat: ...
     def __init__(
@@ -81,10 +100,12 @@ class Hello(_message.Message):
         epoch: _builtins.str = ...,
         peer_epoch: _builtins.str = ...,
         format: Global___KvFormat | None = ...,
+        transfer_id: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "format", b"format", "peer_epoch", b"peer_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "format", b"format", "peer_epoch", b"peer_epoch", "secret", b"secret", "transfer_id", b"transfer_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
