@@ -47,6 +47,12 @@ class Settings(BaseModel):
         description="stable name of this worker; default: role and a random suffix",
     )
 
+    # who may ask
+    auth: Literal["keys", "anonymous"] = Field(
+        "keys", description="keys: only tenants' API keys (`baton tenant`); anonymous: everybody, without limits"
+    )
+    tenants_file: str = Field("", description="JSON file of the tenants; empty: they are kept in Redis")
+
     # what
     model: str = Field("", description="Hugging Face folder; empty: the default model, fetched on first use")
     served_model_name: str = Field("", description="name in the API; default: the folder's name")
@@ -89,6 +95,10 @@ class Settings(BaseModel):
     )
     ucx_library: str = Field("", description="path of libucp; empty: the system's, then the wheel's")
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: lo on loopback, else UCX's choice")
+
+    # admission: what a router sends to the workers at once follows what it measures, against these
+    target_ttft_ms: float = Field(250.0, gt=0, description="time to first token, from a request's turn on")
+    target_itl_ms: float = Field(30.0, gt=0, description="time between a stream's tokens")
 
     # deadlines
     request_timeout_s: float = Field(600.0, gt=0, description="default and upper bound of a request's deadline")

@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from common.config import Resolved, Settings
 from common.errors import StartupError
 from deploy.options import takes_settings
+from deploy.tenant_commands import tenant_app
 
 HOW_TO_START = """\
 Baton serves language models with prefill and decode as separate services.
@@ -26,11 +27,15 @@ The parts alone, for several machines:
 Measure it, or any OpenAI-compatible server:
   baton bench run --help
 
+Who may ask, and how much:
+  baton tenant --help
+
 More: baton model fetch, baton check-config, baton version; each has --help."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 model_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(model_app, name="model")
+app.add_typer(tenant_app, name="tenant")
 
 _WORKER_OPTIONS = (
     "redis_url",

@@ -12,6 +12,7 @@ from common.config import Settings
 Role = Literal["router", "prefill", "decode"]
 # A worker beside its weights and KV: interpreter, torch and UCX (240 MB here), and the activations of a step.
 WORKER_RUNTIME_BYTES: Final = 400 << 20
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,6 +48,7 @@ def plan_parts(
     given = {key: getattr(settings, key) for key in settings.model_fields_set}
     shared = {**given, "redis_url": redis_url, "model": model}
     threads = worker_threads(num_cores, settings.prefill, settings.decode, settings.num_threads)
+    shared["auth"] = effective_auth(settings)
     parts = [Part("router", "router", "", {**shared, "port": port, "grpc_port": grpc_port, "worker_id": ""})]
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
         for i in range(count):
@@ -54,6 +56,12 @@ def plan_parts(
             local = {"host": "127.0.0.1", "advertise_host": "", "grpc_port": 0, "metrics_port": 0}
             parts.append(Part(f"{role}-{i}", role, own["worker_id"], {**shared, **local, **own}))  # type: ignore[arg-type]
     return parts
+
+
+def effective_auth(settings: Settings) -> str:
+    """`baton serve` on loopback asks nobody for a key, unless it is told to: a laptop has one tenant."""
+    asked = bool({"auth", "tenants_file"} & settings.model_fields_set)
+    return settings.auth if asked or settings.host not in LOOPBACK else "anonymous"
 
 
 def worker_threads(num_cores: int, num_prefill: int, num_decode: int, setting: int = 0) -> int:

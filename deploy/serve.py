@@ -18,7 +18,7 @@ from common.config import Settings
 from common.errors import StartupError
 from common.tasks import end_task
 from deploy import preflight
-from deploy.cluster_plan import Part, memory_need, plan_parts
+from deploy.cluster_plan import Part, effective_auth, memory_need, plan_parts
 from deploy.first_answer import AnswerError, ask
 from deploy.local_cluster import READY_DEADLINE_S, EmbeddedRedisPart, LocalCluster, probe_host
 from deploy.model_folder import ModelFacts, check_model, resolve_model
@@ -66,6 +66,7 @@ def prepare(settings: Settings, console: Console, *, demo: bool) -> Prepared:
     """Check ports, model and memory; fetch the default model where none is named. Raises StartupError."""
     started = time.monotonic()
     port = preflight.check_port(settings.host, settings.port, "--port")
+    check_auth(settings)
     grpc_port = preflight.choose_grpc_port(settings.host, settings.grpc_port, port)
     if redis_url := settings.redis_url.get_secret_value():
         preflight.check_redis(redis_url)
@@ -77,6 +78,16 @@ def prepare(settings: Settings, console: Console, *, demo: bool) -> Prepared:
     need = memory_need(settings, weights_file_bytes=model.weights_file_bytes, file_dtype=model.stored_dtype)
     preflight.check_memory(need, preflight.available_memory_bytes())
     return Prepared(settings, model, port, grpc_port, demo, started)
+
+
+def check_auth(settings: Settings) -> None:
+    """Raises StartupError where keys are asked for that nobody could make: the embedded Redis is nobody else's."""
+    shared = settings.tenants_file or settings.redis_url.get_secret_value()
+    if effective_auth(settings) == "keys" and not shared:
+        raise StartupError(
+            f"on {settings.host} only tenants with keys are served: name a --set tenants_file=FILE for "
+            "`baton tenant create`, or let everybody in with --set auth=anonymous"
+        )
 
 
 async def _run(prepared: Prepared, run_dir: Path, console: Console) -> int:
@@ -162,7 +173,7 @@ async def _bring_up(
             message = f"not ready after {READY_DEADLINE_S:.0f} s: see the logs in {run_dir}"
             raise StartupError(message, exit_code=1) from None
     _say_ready(prepared, run_dir, console)
-    if prepared.demo:
+    if prepared.demo and effective_auth(prepared.settings) == "anonymous":
         await _show_answer(prepared, console)
     console.print("\nCtrl-C stops everything.")
 
@@ -180,7 +191,13 @@ def _say_ready(prepared: Prepared, run_dir: Path, console: Console) -> None:
     lines = {"URL": url, "gRPC": f"{host}:{prepared.grpc_port}", "model": prepared.model_name, "logs": str(run_dir)}
     for label, value in lines.items():
         console.print(f"  {label:<6}{value}", markup=False, soft_wrap=True)
-    curl = f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+    keyed = effective_auth(prepared.settings) == "keys"
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
+    if keyed:
+        console.print("\nKeys: `baton tenant create NAME` makes one", markup=False)
+    curl = (
+        f"  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+    )
     console.print(f"\nTry it:\n{curl}", markup=False, soft_wrap=True)
 
 

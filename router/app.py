@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -29,6 +30,7 @@ from common.rpc.grpc_server import GrpcServer
 from common.tasks import end_task
 from common.telemetry import get_logger
 from common.tracing import SpanSink, TraceSampler, open_sink
+from router.admission import Admission, Capacity
 from router.cluster.fleet import Fleet
 from router.cluster.prefix_index import PrefixIndex
 from router.cluster.registry import ModelIdentity, RegistryWatcher
@@ -40,9 +42,15 @@ from router.gateway.state import GatewayState, ServedModel
 from router.metrics import RouterMetrics
 from router.observers import Observers
 from router.placer import Placer
+from router.policy.admission import Targets
+from router.request import RequestRun
 from router.request_trace import RequestTracer
 from router.served_model import load_served_model
 from router.servers import INFERENCE_SERVICE, HttpServer, bind_grpc
+from router.tenancy.directory import TenantDirectory
+from router.tenancy.quota import Quotas
+from router.tenancy.served_sync import ServedSync
+from router.tenancy.store import FileTenantStore, RedisTenantStore, TenantStore
 from router.timeline import Timeline
 
 # For answers that were failed at the end of the grace period to reach their clients.
@@ -105,10 +113,32 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(fleet.close)
         index = PrefixIndex(redis, time.monotonic)
         placer = Placer(fleet, index, settings.cluster, settings.block_size, time.monotonic)
-        dispatcher = Dispatcher(placer, observers, settings.max_waiting, transfer_prefix, time.monotonic)
+        tenants = TenantDirectory(_tenant_store(settings, redis))
+        await tenants.load()
+        quotas = Quotas(redis, settings.cluster, transfer_prefix, time.monotonic)
+        stack.push_async_callback(quotas.close)
+        admission = Admission[RequestRun](
+            Targets(settings.target_ttft_ms / 1000, settings.target_itl_ms / 1000),
+            settings.max_waiting,
+            lambda: _capacity(fleet),
+            lambda: (metrics.gaps_s, metrics.num_gaps),
+            time.monotonic,
+        )
+        dispatcher = Dispatcher(placer, observers, admission, transfer_prefix, time.monotonic, quotas)
         sampler = TraceSampler(exporting=sink is not None, sample_ratio=settings.trace_sample_ratio)
         state = GatewayState(
-            settings, model, dispatcher, fleet, metrics, observers, timeline, sampler, executor, time.monotonic
+            settings=settings,
+            model=model,
+            dispatcher=dispatcher,
+            fleet=fleet,
+            metrics=metrics,
+            observers=observers,
+            timeline=timeline,
+            sampler=sampler,
+            executor=executor,
+            clock=time.monotonic,
+            tenants=tenants,
+            quotas=quotas,
         )
         identity = ModelIdentity(model.fingerprint, settings.block_size)
         watcher = RegistryWatcher(redis, settings.cluster, identity, fleet.apply_records)
@@ -120,7 +150,12 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         grpc_server = bind_grpc(servicer, settings.host, settings.grpc_port)
         await grpc_server.start((INFERENCE_SERVICE,))
         http.start()
-        stack.push_async_callback(end_task, asyncio.create_task(watcher.run(), name="registry"))
+        served = ServedSync(redis, settings.cluster, admission)
+        background = (
+            ("registry", watcher.run()), ("tenants", tenants.run()), ("quotas", quotas.run()), ("served", served.run())
+        )  # fmt: skip
+        for name, work in background:
+            stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
         stack.push_async_callback(_drain, dispatcher, http, grpc_server, servicer, sink, settings.shutdown_grace_s)
         health = asyncio.create_task(_follow_readiness(state, grpc_server), name="health")
         stack.push_async_callback(end_task, health)
@@ -162,6 +197,20 @@ async def _follow_readiness(state: GatewayState, grpc_server: GrpcServer) -> Non
             await grpc_server.set_serving(shown)
             _log.info("router is ready" if shown else "router is not ready")
         await state.fleet.wait_changed(HEALTH_REFRESH_S)
+
+
+def _tenant_store(settings: Settings, redis: Redis) -> TenantStore | None:
+    if settings.auth == "anonymous":
+        return None
+    if settings.tenants_file:
+        return FileTenantStore(Path(settings.tenants_file))
+    return RedisTenantStore(redis, settings.cluster)
+
+
+def _capacity(fleet: Fleet) -> Capacity:
+    decodes = [session.record for session in fleet.usable("decode")]
+    kv_tokens = sum(record.num_blocks * record.block_size for record in decodes)
+    return Capacity(len(fleet.usable("prefill")), len(decodes), kv_tokens)
 
 
 def _redis(settings: Settings) -> Redis:

@@ -19,8 +19,7 @@ from router.cluster.registry import RegistryWatcher
 from router.cluster.worker_session import SessionEvent, SessionState, WorkerSession
 from router.dispatcher import Dispatcher
 
-# There are no other priority classes yet; the label is there so that no query has to change when there are.
-DEFAULT_CLASS: Final = "default"
+PRIORITY_CLASSES: Final = ("urgent", "default", "background")
 _ROLES: Final[tuple[Role, ...]] = get_args(Role)
 # As docs/METRICS.md has them; a session that is closed is no member of the fleet any more.
 _WORKER_STATES: Final = (str(SessionState.DIALLING), str(SessionState.READY), "draining")
@@ -48,9 +47,19 @@ class ClusterCollector(Collector):
         yield GaugeMetricFamily("baton_requests_running", "Requests that a worker computes", value=running)
         # Outside scripts read these two by their plain names: they stay without labels.
         yield GaugeMetricFamily("baton_requests_waiting", "Requests that no worker computes yet", value=waiting)
-        family = GaugeMetricFamily("baton_queue_requests", "Waiting requests by class", labels=["priority_class"])
-        family.add_metric([DEFAULT_CLASS], waiting)
+        text = "Requests in the router's queue, by class: below, at or above priority 0"
+        family = GaugeMetricFamily("baton_queue_requests", text, labels=["priority_class"])
+        queued = Tally[str]()
+        for priority, number in self._dispatcher.admission.queue.num_by_class().items():
+            queued[PRIORITY_CLASSES[(priority > 0) - (priority < 0) + 1]] += number
+        for name in PRIORITY_CLASSES:
+            family.add_metric([name], queued[name])
         yield family
+        windows = self._dispatcher.admission.windows
+        text = "Prompt tokens that a prefill worker may have before it, by measured TTFT"
+        yield GaugeMetricFamily("baton_admission_prefill_tokens", text, windows.prefill_tokens)
+        text = "Requests that a decode worker may run, by measured inter-token latency"
+        yield GaugeMetricFamily("baton_admission_running", text, windows.running)
         yield self._workers()
         yield self._session_events()
         yield self._kv_usage()

@@ -1,4 +1,4 @@
-"""Who is in flight: starts requests, bounds their number, numbers their transfers, and ends them all at shutdown."""
+"""Who is in flight: lets requests wait, starts them, bounds and numbers them, and ends them all at shutdown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from common.errors import BatonError, ErrorKind
+from router.admission import Admission
 from router.placer import Placer
 from router.request import RequestRun
 from router.request_record import RequestRecord
 from router.request_state import RUNNING, WAITING
 from router.spec import GenerationSpec
+from router.tenancy.tenant import ANONYMOUS, Tenant
 
 
 class RequestObserver(Protocol):
@@ -23,25 +25,35 @@ class RequestObserver(Protocol):
     def on_end(self, record: RequestRecord) -> None: ...
 
 
+class LeaseHolder(Protocol):
+    """router/tenancy/quota.py's Quotas, as far as runs hold leases of it."""
+
+    def hold(self, lease_id: str) -> None: ...
+
+    def release(self, lease_id: str, num_output_tokens: int) -> None: ...
+
+
 class Dispatcher:
     """Owns every RequestRun from `submit` to its end.
 
     transfer_prefix: random, one a router process; with a counter behind it no transfer_id is ever used twice.
-    clock: monotonic seconds, of the same origin as the event loop's.
+    clock: monotonic seconds, of the same origin as the event loop's. leases: the tenants' quotas.
     """
 
     def __init__(
         self,
         placer: Placer,
         observer: RequestObserver,
-        max_in_flight: int,
+        admission: Admission[RequestRun],
         transfer_prefix: str,
         clock: Callable[[], float],
+        leases: LeaseHolder,
     ) -> None:
         self.placer = placer
         self.clock = clock
+        self.admission = admission
         self._observer = observer
-        self._max_in_flight = max_in_flight
+        self._leases = leases
         self._transfer_prefix = transfer_prefix
         self._counter = itertools.count()
         self._in_flight: set[RequestRun] = set()
@@ -66,22 +78,34 @@ class Dispatcher:
     def accepting(self) -> bool:
         return self._refusal is None
 
-    def check_room(self, num_requests: int = 1) -> None:
+    def check_room(self, num_requests: int = 1, tenant: Tenant = ANONYMOUS) -> None:
         """Raises what `submit` would raise for so many requests, before work is put into them."""
         if self._refusal is not None:
             raise self._refusal
-        if len(self._in_flight) + num_requests > self._max_in_flight:
-            message = f"{len(self._in_flight)} requests are in flight and {self._max_in_flight} are allowed; try later"
-            raise BatonError(ErrorKind.OVERLOADED, message, retry_after_s=1.0)
+        self.admission.check_room(len(self._in_flight), num_requests, tenant.name, tenant.weight)
 
     def submit(self, spec: GenerationSpec, notify: Callable[[], None]) -> RequestRun:
-        """Start a request. Raises OVERLOADED or DRAINING. `notify`: see RequestRun."""
-        self.check_room()
+        """Let a request wait for its turn. Raises OVERLOADED, DEADLINE_UNREACHABLE or DRAINING. `notify`: see
+        RequestRun.
+        """
+        try:
+            self.check_room(1, spec.tenant)
+            self.admission.check_deadline(spec)
+        except BatonError:
+            self._leases.release(spec.lease_id, 0)
+            raise
+        self._leases.hold(spec.lease_id)
         run = RequestRun(spec, self, notify)
         self._in_flight.add(run)
         self._emptied.clear()
-        run.start()
+        self.admission.enter(run)
+        self._start_next()
         return run
+
+    def _start_next(self) -> None:
+        """Whoever has room now."""
+        while (run := self.admission.next()) is not None:
+            run.start()
 
     def find(self, request_id: str) -> list[RequestRun]:
         """Those in flight under the client's id, which need not be unique; oldest first. Looks through all."""
@@ -114,8 +138,22 @@ class Dispatcher:
     def on_retry(self, reason: ErrorKind) -> None:
         self._observer.on_retry(reason)
 
+    def on_placed(self, run: RequestRun, num_uncached_tokens: int) -> None:
+        self.admission.on_placed(run, num_uncached_tokens)
+        self._start_next()
+
+    def on_first_token(self, run: RequestRun) -> None:
+        self.admission.on_first_token(run)
+        self._start_next()
+
+    def on_output(self, run: RequestRun, num_tokens: int) -> None:
+        self.admission.on_output(run, num_tokens)
+
     def on_end(self, run: RequestRun, record: RequestRecord) -> None:
         self._in_flight.discard(run)
+        self.admission.leave(run)
+        self._leases.release(run.spec.lease_id, record.usage.completion_tokens)
+        self._start_next()
         if not self._in_flight:
             self._emptied.set()
         self._observer.on_end(record)

@@ -23,6 +23,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = new_registry()
+        # For the control of admission: seconds and number of all gaps between tokens.
+        self.gaps_s, self.num_gaps = 0.0, 0
         seconds, counter, children = self._seconds, self._counter, self._children
         self._ttft = seconds("time_to_first_token", "Receipt to the first token's write")
         self._itl = seconds("inter_token_latency", "Between consecutive tokens' writes")
@@ -103,6 +105,8 @@ class RouterMetrics:
 
     def on_tokens(self, gap_s: float, num_tokens: int) -> None:
         """num_tokens came in one write, gap_s after the one before."""
+        self.gaps_s += gap_s
+        self.num_gaps += num_tokens
         for _ in range(num_tokens):
             self._itl.observe(gap_s / num_tokens)
 

@@ -48,6 +48,12 @@ class RunContext(Protocol):
 
     def on_retry(self, reason: ErrorKind) -> None: ...
 
+    def on_placed(self, run: RequestRun, num_uncached_tokens: int) -> None: ...
+
+    def on_first_token(self, run: RequestRun) -> None: ...
+
+    def on_output(self, run: RequestRun, num_tokens: int) -> None: ...
+
     def on_end(self, run: RequestRun, record: RequestRecord) -> None: ...
 
 
@@ -77,11 +83,13 @@ class RequestRun:
         self._finish: tuple[FinishReason, int] | None = None
         self._finish_timer: asyncio.TimerHandle | None = None
         self._deadline_timer = self._loop.call_at(spec.deadline, self._on_deadline)
+        self._begin_attempt()
 
     # -- for the gateway
 
     def start(self) -> None:
-        self._begin_attempt()
+        """Its turn has come: a placement is looked for. Until then it waits in the dispatcher's queue."""
+        self._dispatch = asyncio.create_task(self._place_and_open())
 
     def take(self) -> Delta:
         """Output tokens since the last call, and the end if it was reached; after an end there is nothing more."""
@@ -118,7 +126,6 @@ class RequestRun:
         self._attempt += 1
         self._base = len(self._merger.token_ids)
         self._facts.begin_attempt(self._base)
-        self._dispatch = asyncio.create_task(self._place_and_open())
 
     async def _place_and_open(self) -> None:
         self._facts.attempt.placing_at = self._context.clock()
@@ -156,6 +163,7 @@ class RequestRun:
         attempt.transfer_id, attempt.decode_id = transfer_id, self._decode.worker_id
         attempt.prefill_id = "" if self._prefill is None else self._prefill.worker_id
         attempt.predicted_cached_tokens = pair.predicted_cached_tokens
+        self._context.on_placed(self, pair.uncached_prefill_tokens)
         for leg in self._legs():
             try:
                 leg.subscribe(
@@ -199,6 +207,8 @@ class RequestRun:
         if self.state is RequestState.PREFILLING:
             self._move(RequestState.DECODING)
             self._facts.attempt.first_token_at = self._context.clock()
+            self._context.on_first_token(self)
+        self._context.on_output(self, len(token_ids))
         self._notify()
         if self._finish is not None:
             self._check_finish()
@@ -255,6 +265,7 @@ class RequestRun:
         if self.state is not RequestState.QUEUED:  # a worker may be lost before its leg was opened
             self._move(RequestState.QUEUED)
         self._begin_attempt()
+        self.start()
 
     # -- the end
 

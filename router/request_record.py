@@ -19,6 +19,7 @@ from common.sampling_params import SamplingParams
 from common.tracing import TraceContext
 from router.cluster.messages import LegNews
 from router.spec import GenerationSpec, Operation, Usage
+from router.tenancy.tenant import ANONYMOUS
 
 MAX_MESSAGE_CHARS: Final = 500
 
@@ -114,6 +115,7 @@ class RequestRecord:
     queue_s: float
     timings: Timings
     attempts: Sequence[Attempt]
+    tenant: str = ANONYMOUS.name
 
     @property
     def e2e_s(self) -> float:
@@ -203,4 +205,5 @@ class RequestFacts:
             queue_s=dispatched_at - spec.received_at + self._timings.queue_s,
             timings=self._timings,
             attempts=self._attempts,
+            tenant=spec.tenant.name,
         )

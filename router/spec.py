@@ -9,6 +9,7 @@ from typing import Literal
 from common.errors import BatonError
 from common.sampling_params import FinishReason, SamplingParams
 from common.tracing import TraceContext
+from router.tenancy.tenant import ANONYMOUS, Tenant
 
 # What a client asked for, in OpenTelemetry's words.
 Operation = Literal["chat", "text_completion"]
@@ -21,7 +22,7 @@ class GenerationSpec:
     request_id: the client's, for logs only. prompt_token_ids: not empty, inside the vocabulary, shorter than the
     context. stop: strings that end the text. hash_seed: 16 bytes; packed_hashes: the prompt's chain of block hashes,
     joined. received_at: monotonic seconds; deadline = received_at + timeout_s. trace: of the request's root span; None
-    where it belongs to no trace.
+    where it belongs to no trace. priority: its class, lower is more urgent. lease_id: of the tenant's quota.
     """
 
     request_id: str
@@ -34,6 +35,9 @@ class GenerationSpec:
     timeout_s: float
     operation: Operation = "text_completion"
     trace: TraceContext | None = None
+    tenant: Tenant = ANONYMOUS
+    priority: int = 0
+    lease_id: str = ""
 
     @property
     def deadline(self) -> float:

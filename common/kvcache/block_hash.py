@@ -2,7 +2,7 @@
 
     seed ──► hash(block 0) ──► hash(block 1) ──► …
     block_hash = BLAKE2b-128(parent_hash ‖ token_ids as little-endian u32)        (RFC 7693)
-    seed       = BLAKE2b-128(tagged fields: model fingerprint, tenant scope, adapter)
+    seed       = BLAKE2b-128(tagged fields: model fingerprint, scope, adapter, and the tenant where there is one)
 
 Equal hashes mean: same model, same scope, same tokens from the very start. Only full blocks have a hash. Fields are
 tagged and length-prefixed, so that no value of one field can pose as another's.
@@ -19,10 +19,13 @@ import numpy as np
 HASH_BYTES: Final = 16
 
 
-def hash_seed(model_fingerprint: str, scope: str = "", adapter: str = "") -> bytes:
-    """Parent of every chain's first block; 16 bytes."""
+def hash_seed(model_fingerprint: str, scope: str = "", adapter: str = "", tenant: str = "") -> bytes:
+    """Parent of every chain's first block; 16 bytes. scope: the client's own salt. tenant: its cache scope."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"baton-kv-seed-v1")
-    for tag, value in (("model", model_fingerprint), ("scope", scope), ("adapter", adapter)):
+    fields = [("model", model_fingerprint), ("scope", scope), ("adapter", adapter)]
+    if tenant:
+        fields.append(("tenant", tenant))
+    for tag, value in fields:
         data = value.encode()
         digest.update(f"{tag}:{len(data)}:".encode() + data)
     return digest.digest()

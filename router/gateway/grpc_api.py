@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -27,6 +27,7 @@ from router.gateway.mailbox import ClosedMailboxError, Mailbox
 from router.gateway.state import GatewayState
 from router.gateway.validation import prepare
 from router.spec import Finished, Operation
+from router.tenancy.tenant import Tenant
 
 MAX_REQUEST_ID_CHARS: Final = 128
 # Error frames that a client which reads nothing can make us keep.
@@ -52,7 +53,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> None:
-        stream = _GenerateStream(self._state, context)
+        tenant = await self._tenant_of(context)
+        stream = _GenerateStream(self._state, context, tenant)
         self._streams.add(stream)
         try:
             await stream.serve(request_iterator)
@@ -62,7 +64,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
+        await self._tenant_of(context)
         return inference_pb2.ListModelsResponse(models=[convert.model_to_proto(self._state.model)])
+
+    async def _tenant_of(self, context: Any) -> Tenant:
+        """Of the call's `authorization` metadata; ends the call where it may not go on."""
+        try:
+            return self._state.tenants.authenticate(_metadata_value(context, "authorization"))
+        except BatonError as error:
+            await context.abort(*error_to_status(error))
+            raise
 
 
 class _Wake:
@@ -70,9 +81,10 @@ class _Wake:
 
 
 class _GenerateStream:
-    def __init__(self, state: GatewayState, context: Context) -> None:
+    def __init__(self, state: GatewayState, context: Context, tenant: Tenant) -> None:
         self._state = state
         self._context = context
+        self._tenant = tenant
         self._mailbox: Mailbox[Generation | _Wake] = Mailbox()
         self._running: dict[str, Generation] = {}
         self._errors: deque[inference_pb2.GenerateResponse] = deque()
@@ -135,8 +147,8 @@ class _GenerateStream:
                 raise invalid(f"`request_id` must have 1 to {MAX_REQUEST_ID_CHARS} characters", "request_id")
             if request_id in self._running:
                 raise invalid(f"`request_id` {request_id!r} is running on this stream already", "request_id")
-            state.dispatcher.check_room()
-            asked = convert.asked_from_proto(start, received_at, self._context.time_remaining(), trace)
+            state.dispatcher.check_room(1, self._tenant)
+            asked = convert.asked_from_proto(start, received_at, self._context.time_remaining(), trace, self._tenant)
             spec = await prepare(state, asked)
             self._running[request_id] = Generation(
                 spec, 0, state.dispatcher, state.model.new_detokenizer(), self._mailbox.post, state.metrics, state.clock

@@ -10,10 +10,15 @@ from router.gateway.generation import TextDelta
 from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.gateway.state import ServedModel
 from router.spec import Finished
+from router.tenancy.tenant import Tenant
 
 
 def asked_from_proto(
-    start: inference_pb2.StartGeneration, received_at: float, deadline_s: float | None, trace: TraceContext | None
+    start: inference_pb2.StartGeneration,
+    received_at: float,
+    deadline_s: float | None,
+    trace: TraceContext | None,
+    tenant: Tenant,
 ) -> Asked:
     """deadline_s: what is left of the call's own deadline. Raises INVALID_REQUEST for a missing prompt."""
     timeouts_s: dict[str, float] = {}
@@ -33,6 +38,8 @@ def asked_from_proto(
         received_at=received_at,
         prompt_param=param,
         trace=trace,
+        tenant=tenant,
+        priority=start.priority if start.HasField("priority") else None,
     )
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from common.errors import BatonError, ErrorKind
 from router.gateway.errors import as_baton_error, error_response, framework_error_response
-from router.gateway.http_request import request_id_of, trace_of
+from router.gateway.http_request import admit_tenant, request_id_of, tenant_of, trace_of
 from router.gateway.openai_endpoints import OpenAiEndpoints
 from router.gateway.openai_models import ChatBody, CompletionBody
 from router.gateway.state import GatewayState
@@ -37,9 +37,8 @@ def build_app(state: GatewayState) -> FastAPI:
 
     def route(method: str, path: str, endpoint: Endpoint, body: type[BaseModel] | None = None) -> None:
         extra = {} if body is None else _documented_body(body)
-        app.add_api_route(
-            path, _guarded(state, endpoint), methods=[method], name=path, response_class=Response, openapi_extra=extra
-        )
+        guarded = _guarded(state, endpoint, keyed=path.startswith("/v1/"))
+        app.add_api_route(path, guarded, methods=[method], name=path, response_class=Response, openapi_extra=extra)
 
     openai, ops = OpenAiEndpoints(state), _OpsEndpoints(state)
     route("POST", "/v1/completions", openai.completions, CompletionBody)
@@ -80,7 +79,9 @@ class _OpsEndpoints:
     async def timeline(self, request: Request) -> Response:
         """Of all that runs or has ended lately under this id, oldest first."""
         state, request_id = self._state, request.path_params["request_id"]
-        records = [*state.timeline.find(request_id), *(run.look() for run in state.dispatcher.find(request_id))]
+        known = [*state.timeline.find(request_id), *(run.look() for run in state.dispatcher.find(request_id))]
+        tenant = tenant_of(request).name
+        records = [record for record in known if record.tenant == tenant]
         if not records:
             message = (
                 f"no request {request_id[:128]!r} is known here: none such runs on this router, and none is among the "
@@ -117,12 +118,14 @@ class _OpsEndpoints:
         }
 
 
-def _guarded(state: GatewayState, endpoint: Endpoint) -> Endpoint:
-    """Writes whatever the endpoint raises as an error object."""
+def _guarded(state: GatewayState, endpoint: Endpoint, *, keyed: bool) -> Endpoint:
+    """Writes whatever the endpoint raises as an error object. keyed: for tenants only."""
 
     async def guarded(request: Request) -> Response:
         request_id, received_at = request_id_of(request), state.clock()
         try:
+            if keyed:
+                admit_tenant(request, state.tenants)
             return await endpoint(request)
         except Exception as error:
             known = as_baton_error(error, request_id)

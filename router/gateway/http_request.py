@@ -11,6 +11,8 @@ from starlette.requests import Request
 
 from common.errors import BatonError, ErrorKind, invalid
 from common.tracing import TraceContext, TraceSampler
+from router.tenancy.directory import TenantDirectory
+from router.tenancy.tenant import ANONYMOUS, Tenant
 
 MAX_BODY_BYTES: Final = 16 << 20
 BODY_TIMEOUT_S: Final = 60.0
@@ -18,6 +20,7 @@ TIMEOUT_HEADER: Final = "x-request-timeout"
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SCOPE_KEY: Final = "baton.request_id"
 _TRACE_KEY: Final = "baton.trace"
+_TENANT_KEY: Final = "baton.tenant"
 
 
 def request_id_of(request: Request) -> str:
@@ -36,6 +39,17 @@ def trace_of(request: Request, sampler: TraceSampler) -> TraceContext | None:
         request.scope[_TRACE_KEY] = sampler.start(request.headers.get("traceparent", ""))
     known: TraceContext | None = request.scope[_TRACE_KEY]
     return known
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Who asks, once `admit_tenant` has let it in."""
+    tenant: Tenant = request.scope.get(_TENANT_KEY, ANONYMOUS)
+    return tenant
+
+
+def admit_tenant(request: Request, directory: TenantDirectory) -> None:
+    """Raises UNAUTHENTICATED or PERMISSION_DENIED."""
+    request.scope[_TENANT_KEY] = directory.authenticate(request.headers.get("authorization"))
 
 
 async def read_body(request: Request) -> bytes:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from common.errors import BatonError
 from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
 from router.gateway.group import GenerationGroup
-from router.gateway.http_request import read_body, request_id_of, timeouts_of, trace_of
+from router.gateway.http_request import read_body, request_id_of, tenant_of, timeouts_of, trace_of
 from router.gateway.openai_models import ChatBody, CompletionBody, GenerationBody, parse_body
 from router.gateway.prompts import Asked, Prompt
 from router.gateway.responses import EventStream, WholeAnswer
@@ -57,7 +57,7 @@ class OpenAiEndpoints:
         prompt_param: str,
     ) -> list[GenerationSpec]:
         # Before work is put into tokenizing what would be turned away.
-        self._state.dispatcher.check_room(len(prompts))
+        self._state.dispatcher.check_room(len(prompts), tenant_of(request))
         sampling = body.asked_sampling()
         timeouts_s = timeouts_of(request, body.timeout)
         trace = trace_of(request, self._state.sampler)
@@ -75,6 +75,8 @@ class OpenAiEndpoints:
                     received_at=received_at,
                     prompt_param=prompt_param if len(prompts) == 1 else f"{prompt_param}[{index}]",
                     trace=trace if trace is None or index == 0 else trace.sibling(),
+                    tenant=tenant_of(request),
+                    priority=body.priority,
                 ),
             )
             for index, prompt in enumerate(prompts)

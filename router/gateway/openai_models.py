@@ -74,6 +74,7 @@ class GenerationBody(_Body):
     timeout: float | None = Field(None, description="seconds after which the request fails with 504")
     cache_salt: str | None = Field(None, description="prompts share cached blocks only within one salt")
     user: str | None = None
+    priority: int | None = Field(None, description="lower is more urgent, default 0; no more than the tenant may have")
 
     n: Any = None
     best_of: Any = None

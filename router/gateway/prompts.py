@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.tracing import TraceContext
+from router.tenancy.tenant import ANONYMOUS, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Asked:
     """One request of one prompt, from HTTP or gRPC, before validation.
 
     model: "" for the only one. default_max_tokens: None: up to the context. timeouts_s: by field name, all that apply.
-    prompt_param: the field that errors about the prompt name. trace: see GenerationSpec.
+    prompt_param: the field that errors about the prompt name. trace: see GenerationSpec. priority: as said.
     """
 
     request_id: str
@@ -63,3 +64,5 @@ class Asked:
     received_at: float
     prompt_param: str = "prompt"
     trace: TraceContext | None = None
+    tenant: Tenant = ANONYMOUS
+    priority: int | None = None

@@ -17,6 +17,8 @@ from router.metrics import RouterMetrics
 from router.observers import Observers
 from router.request_record import Failure, Refusal
 from router.spec import Operation
+from router.tenancy.directory import TenantDirectory
+from router.tenancy.quota import Quotas
 from router.timeline import Timeline
 
 
@@ -63,6 +65,8 @@ class GatewayState:
     sampler: TraceSampler
     executor: Executor
     clock: Callable[[], float]
+    tenants: TenantDirectory
+    quotas: Quotas
 
     def refuse(
         self, error: BatonError, request_id: str, trace: TraceContext | None, operation: Operation, received_at: float

@@ -23,6 +23,7 @@ MAX_STOP_STRINGS: Final = 4
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_STOP_CHARS: Final = 1024
 MAX_SALT_CHARS: Final = 256
+MAX_PRIORITY: Final = 1000
 MAX_SEED: Final = (1 << 64) - 1
 
 
@@ -33,12 +34,13 @@ async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
     check_sampling(asked.sampling)
     if len(asked.cache_salt) > MAX_SALT_CHARS:
         raise invalid(f"`cache_salt` is longer than {MAX_SALT_CHARS} characters", "cache_salt")
+    _check_range("priority", asked.priority, -MAX_PRIORITY, MAX_PRIORITY)
     timeout_s = resolve_timeout(asked.timeouts_s, state.settings.request_timeout_s)
 
     def work() -> tuple[Sequence[int], SamplingParams, bytes, bytes]:
         token_ids = encode_prompt(model, asked.prompt, asked.prompt_param)
         sampling = resolve_sampling(asked, model, len(token_ids))
-        seed = hash_seed(model.fingerprint, asked.cache_salt)
+        seed = hash_seed(model.fingerprint, asked.cache_salt, tenant=asked.tenant.cache_scope)
         return token_ids, sampling, seed, b"".join(chain_hashes(seed, token_ids, model.block_size))
 
     if _is_short(asked.prompt):
@@ -46,6 +48,7 @@ async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
     else:
         loop = asyncio.get_running_loop()
         token_ids, sampling, seed, packed_hashes = await loop.run_in_executor(state.executor, work)
+    lease_id = await state.quotas.acquire(asked.tenant, len(token_ids)) if asked.tenant.has_quota else ""
     return GenerationSpec(
         request_id=asked.request_id,
         prompt_token_ids=token_ids,
@@ -57,6 +60,9 @@ async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
         timeout_s=timeout_s,
         operation=operation_of(asked.prompt),
         trace=asked.trace,
+        tenant=asked.tenant,
+        priority=asked.tenant.priority_of(asked.priority),
+        lease_id=lease_id,
     )
 
 

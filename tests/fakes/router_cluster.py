@@ -106,6 +106,7 @@ async def mock_cluster(
                 worker = await cluster.add_worker(role, worker_id=f"{role}-{index}", **worker_options)
                 stack.push_async_callback(worker.kill)
         base = {"model": str(folder), "port": 0, "redis_url": server.url, "cluster": CLUSTER, "shutdown_grace_s": 0.0}
+        base["auth"] = "anonymous"
         running = serve(Settings(**{**base, **(settings or {})}))
         stack.push_async_callback(cluster.router_stack.aclose)
         cluster.router = await cluster.router_stack.enter_async_context(running)

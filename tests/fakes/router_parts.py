@@ -12,9 +12,11 @@ from baton.worker.v1 import worker_pb2
 from common.errors import BatonError, ErrorKind
 from common.registry import Role, WorkerRecord
 from common.sampling_params import SamplingParams
+from router.admission import Admission, Capacity
 from router.cluster.worker_session import SessionState, WorkerSession
 from router.dispatcher import Dispatcher
 from router.placer import WorkerPair
+from router.policy.admission import Targets
 from router.request_record import RequestRecord
 from router.spec import GenerationSpec
 
@@ -118,6 +120,27 @@ def make_spec(max_tokens: int = 4, *, stop_token_ids: tuple[int, ...] = (), time
     )
 
 
+@dataclass
+class PlayedLeases:
+    """Quotas that grant everything and remember who holds and who gave back."""
+
+    held: set[str] = field(default_factory=set)
+    released: list[tuple[str, int]] = field(default_factory=list)
+
+    def hold(self, lease_id: str) -> None:
+        self.held.add(lease_id)
+
+    def release(self, lease_id: str, num_output_tokens: int) -> None:
+        self.held.discard(lease_id)
+        self.released.append((lease_id, num_output_tokens))
+
+
+def make_admission(max_requests: int) -> Admission:
+    """Of a fleet so large that nothing ever waits."""
+    capacity = Capacity(1000, 1000, 1 << 20)
+    return Admission(Targets(1.0, 1.0), max_requests, lambda: capacity, lambda: (0.0, 0), time.monotonic)
+
+
 class Bench:
     """A dispatcher over played workers: p0, p1, … and d0, d1, …"""
 
@@ -126,7 +149,9 @@ class Bench:
         self.decodes = [PlayedWorker(f"d{i}", "decode") for i in range(num_decode)]
         self.observed = Observed()
         self.placer = PlayedPlacer(self.prefills, self.decodes)
-        self.dispatcher = Dispatcher(self.placer, self.observed, max_in_flight, "t", time.monotonic)
+        self.leases = PlayedLeases()
+        self.admission = make_admission(max_in_flight)
+        self.dispatcher = Dispatcher(self.placer, self.observed, self.admission, "t", time.monotonic, self.leases)
 
     @property
     def workers(self) -> list[PlayedWorker]:

@@ -59,6 +59,7 @@ async def logged(child, event: str) -> dict:
 @asynccontextmanager
 async def router_process(cluster: MockCluster, **settings):
     values = {"model": str(cluster.folder), "port": 0, "redis_url": cluster.redis_server.url, "cluster": CLUSTER}
+    values["auth"] = "anonymous"
     async with process("-c", ROUTER, json.dumps({**values, **settings})) as child:
         url = (await logged(child, "router is listening"))["http"]
         await logged(child, "router is ready")

@@ -55,6 +55,7 @@ async def scrape_all(folder: Path) -> Pages:
             landing_slot_bytes=64 << 10,
             shutdown_grace_s=0.1,
             port=0,
+            auth="anonymous",
         )
         urls = {}
         for role in ("prefill", "decode"):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import common_pb2 as baton_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"baton/inference/v1/inference.proto\x12\x12\x62\x61ton.inference.v1\x1a\x1c\x62\x61ton/common/v1/common.proto\"\x9c\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x06\x88\x01\x01\x12\x45\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x31.baton.inference.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x07\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\rH\t\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"?\n\nChatPrompt\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.baton.inference.v1.ChatMessage\"\x8f\x02\n\x0fStartGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x31\n\x06tokens\x18\x04 \x01(\x0b\x32\x1f.baton.inference.v1.TokenPromptH\x00\x12.\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1e.baton.inference.v1.ChatPromptH\x00\x12\x34\n\x08sampling\x18\x06 \x01(\x0b\x32\".baton.inference.v1.SamplingParams\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06prompt\"%\n\x0f\x41\x62ortGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x86\x01\n\x0fGenerateRequest\x12\x34\n\x05start\x18\x01 \x01(\x0b\x32#.baton.inference.v1.StartGenerationH\x00\x12\x34\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32#.baton.inference.v1.AbortGenerationH\x00\x42\x07\n\x05\x66rame\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf2\x01\n\nTokenChunk\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\x34\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\x12\x37\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\"t\n\x12GenerationFinished\x12\x34\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.baton.inference.v1.Usage\"\xcb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1e.baton.inference.v1.TokenChunkH\x00\x12:\n\x08\x66inished\x18\x03 \x01(\x0b\x32&.baton.inference.v1.GenerationFinishedH\x00\x12-\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetailH\x00\x42\x07\n\x05\x66rame\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.baton.inference.v1.Model2\xca\x01\n\x10InferenceService\x12Y\n\x08Generate\x12#.baton.inference.v1.GenerateRequest\x1a$.baton.inference.v1.GenerateResponse(\x01\x30\x01\x12[\n\nListModels\x12%.baton.inference.v1.ListModelsRequest\x1a&.baton.inference.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"baton/inference/v1/inference.proto\x12\x12\x62\x61ton.inference.v1\x1a\x1c\x62\x61ton/common/v1/common.proto\"\x9c\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x06\x88\x01\x01\x12\x45\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x31.baton.inference.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x07\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\rH\t\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"?\n\nChatPrompt\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.baton.inference.v1.ChatMessage\"\xb3\x02\n\x0fStartGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x31\n\x06tokens\x18\x04 \x01(\x0b\x32\x1f.baton.inference.v1.TokenPromptH\x00\x12.\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1e.baton.inference.v1.ChatPromptH\x00\x12\x34\n\x08sampling\x18\x06 \x01(\x0b\x32\".baton.inference.v1.SamplingParams\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x15\n\x08priority\x18\t \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priority\"%\n\x0f\x41\x62ortGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x86\x01\n\x0fGenerateRequest\x12\x34\n\x05start\x18\x01 \x01(\x0b\x32#.baton.inference.v1.StartGenerationH\x00\x12\x34\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32#.baton.inference.v1.AbortGenerationH\x00\x42\x07\n\x05\x66rame\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf2\x01\n\nTokenChunk\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\x34\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\x12\x37\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\"t\n\x12GenerationFinished\x12\x34\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.baton.inference.v1.Usage\"\xcb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1e.baton.inference.v1.TokenChunkH\x00\x12:\n\x08\x66inished\x18\x03 \x01(\x0b\x32&.baton.inference.v1.GenerationFinishedH\x00\x12-\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetailH\x00\x42\x07\n\x05\x66rame\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.baton.inference.v1.Model2\xca\x01\n\x10InferenceService\x12Y\n\x08Generate\x12#.baton.inference.v1.GenerateRequest\x1a$.baton.inference.v1.GenerateResponse(\x01\x30\x01\x12[\n\nListModels\x12%.baton.inference.v1.ListModelsRequest\x1a&.baton.inference.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,25 +45,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATPROMPT']._serialized_start=839
   _globals['_CHATPROMPT']._serialized_end=902
   _globals['_STARTGENERATION']._serialized_start=905
-  _globals['_STARTGENERATION']._serialized_end=1176
-  _globals['_ABORTGENERATION']._serialized_start=1178
-  _globals['_ABORTGENERATION']._serialized_end=1215
-  _globals['_GENERATEREQUEST']._serialized_start=1218
-  _globals['_GENERATEREQUEST']._serialized_end=1352
-  _globals['_USAGE']._serialized_start=1354
-  _globals['_USAGE']._serialized_end=1434
-  _globals['_TOKENCHUNK']._serialized_start=1437
-  _globals['_TOKENCHUNK']._serialized_end=1679
-  _globals['_GENERATIONFINISHED']._serialized_start=1681
-  _globals['_GENERATIONFINISHED']._serialized_end=1797
-  _globals['_GENERATERESPONSE']._serialized_start=1800
-  _globals['_GENERATERESPONSE']._serialized_end=2003
-  _globals['_LISTMODELSREQUEST']._serialized_start=2005
-  _globals['_LISTMODELSREQUEST']._serialized_end=2024
-  _globals['_MODEL']._serialized_start=2026
-  _globals['_MODEL']._serialized_end=2068
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2070
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2133
-  _globals['_INFERENCESERVICE']._serialized_start=2136
-  _globals['_INFERENCESERVICE']._serialized_end=2338
+  _globals['_STARTGENERATION']._serialized_end=1212
+  _globals['_ABORTGENERATION']._serialized_start=1214
+  _globals['_ABORTGENERATION']._serialized_end=1251
+  _globals['_GENERATEREQUEST']._serialized_start=1254
+  _globals['_GENERATEREQUEST']._serialized_end=1388
+  _globals['_USAGE']._serialized_start=1390
+  _globals['_USAGE']._serialized_end=1470
+  _globals['_TOKENCHUNK']._serialized_start=1473
+  _globals['_TOKENCHUNK']._serialized_end=1715
+  _globals['_GENERATIONFINISHED']._serialized_start=1717
+  _globals['_GENERATIONFINISHED']._serialized_end=1833
+  _globals['_GENERATERESPONSE']._serialized_start=1836
+  _globals['_GENERATERESPONSE']._serialized_end=2039
+  _globals['_LISTMODELSREQUEST']._serialized_start=2041
+  _globals['_LISTMODELSREQUEST']._serialized_end=2060
+  _globals['_MODEL']._serialized_start=2062
+  _globals['_MODEL']._serialized_end=2104
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2106
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2169
+  _globals['_INFERENCESERVICE']._serialized_start=2172
+  _globals['_INFERENCESERVICE']._serialized_end=2374
 # @@protoc_insertion_point(module_scope)
