@@ -124,7 +124,7 @@ class Admission(Generic[R]):
         backlog = Backlog(own, self.queue.waiting_tokens, tenant.weight, others)
         predicted_s = predicted_ttft_s(self.windows, self._at_workers(self._capacity()), backlog, num_tokens)
         left_s = spec.deadline - self._clock()
-        if predicted_s > left_s:
+        if 0 < predicted_s > left_s:
             message = (
                 f"the first token is to be expected after {predicted_s:.1f} s, the request's timeout leaves "
                 f"{max(0.0, left_s):.1f} s: try again later, or with a longer timeout"
