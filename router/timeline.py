@@ -39,7 +39,7 @@ class Phase:
 
 
 class Timeline:
-    """The newest `capacity` ended requests, by request id. An entry takes 2 to 6 KiB: 2,048 of them at most 12 MiB."""
+    """The newest `capacity` ended requests, by request id. An entry takes 2 to 7 KiB: 2,048 of them at most 14 MiB."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

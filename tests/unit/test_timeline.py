@@ -240,7 +240,7 @@ def test_the_largest_entry_stays_below_what_is_promised():
     attempts = [make_attempt(float(i), failed_at=i + 9.0, failure=failures[i], **ids) for i in range(3)]
     trace = TraceContext("a" * 32, "b" * 16, "c" * 16, sampled=True)
     largest = make_record(*attempts, request_id="r" * 128, trace=trace, failure=failures[3], outcome="lease_lost")
-    assert deep_size(largest) < 6 << 10
+    assert deep_size(largest) < 7 << 10
     assert deep_size(make_record()) < 2 << 10
 
 
