@@ -58,7 +58,7 @@ def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
 def tiny_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Wide enough random weights that greedy text varies."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
     q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
 
     def random(rows: int, columns: int) -> torch.Tensor:
@@ -74,18 +74,44 @@ def tiny_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dict[
         weights |= {
             f"model.layers.{layer}.{name}": tensor
             for name, tensor in {
+                **family_weights(config, random, generator, dtype),
                 "input_layernorm.weight": norm(),
                 "self_attn.q_proj.weight": random(q_size, hidden),
                 "self_attn.k_proj.weight": random(kv_size, hidden),
                 "self_attn.v_proj.weight": random(kv_size, hidden),
                 "self_attn.o_proj.weight": random(hidden, q_size),
                 "post_attention_layernorm.weight": norm(),
-                "mlp.gate_proj.weight": random(inner, hidden),
-                "mlp.up_proj.weight": random(inner, hidden),
-                "mlp.down_proj.weight": random(hidden, inner),
             }.items()
         }
     return weights
+
+
+def family_weights(config: dict[str, Any], random: Any, generator: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a layer has in one family and not in another: the MLP or its experts, biases, norms of heads."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    sizes = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+
+    def vector(size: int, mean: float, spread: float) -> torch.Tensor:
+        return (mean + spread * torch.randn(size, generator=generator)).to(dtype)
+
+    match config["architectures"][0]:
+        case "MixtralForCausalLM":
+            mlp = {"block_sparse_moe.gate.weight": random(config["num_local_experts"], hidden)}
+            for expert in (f"block_sparse_moe.experts.{e}" for e in range(config["num_local_experts"])):
+                mlp |= {f"{expert}.w1.weight": random(inner, hidden), f"{expert}.w3.weight": random(inner, hidden)}
+                mlp[f"{expert}.w2.weight"] = random(hidden, inner)
+            return mlp
+        case "Qwen2ForCausalLM":
+            extra = {f"self_attn.{kind}_proj.bias": vector(n * head_dim, 0.0, 0.5) for kind, n in sizes.items()}
+        case "Qwen3ForCausalLM":
+            extra = {f"self_attn.{kind}_norm.weight": vector(head_dim, 1.0, 0.2) for kind in "qk"}
+        case _:
+            extra = {}
+    return extra | {
+        "mlp.gate_proj.weight": random(inner, hidden),
+        "mlp.up_proj.weight": random(inner, hidden),
+        "mlp.down_proj.weight": random(hidden, inner),
+    }
 
 
 def _make_tokenizer(vocab_size: int) -> Tokenizer:

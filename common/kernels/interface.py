@@ -16,12 +16,12 @@ from common.kernels.attention_plan import AttentionPlan
 class Kernels(Protocol):
     """Stateless. "In place" arguments are overwritten and must not overlap others; all else is left alone."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, in] · weight [out, in]ᵀ → [T, out]."""
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] · weight [out, in]ᵀ (+ bias [out]) → [T, out]."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [T, hidden] / rms(x) * weight (arXiv:1910.07467); the quotient is rounded to x's dtype first."""
+        """x [..., n] / rms(x) * weight [n] (arXiv:1910.07467); the quotient is rounded to x's dtype first."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,4 +44,17 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2 * n] → silu(first half) * second half, [T, n] (arXiv:2002.05202)."""
+        ...
+
+    def mixture_of_experts(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        num_experts_per_token: int,
+    ) -> torch.Tensor:
+        """Each row of x [T, hidden] through the num_experts_per_token experts that router [E, hidden] likes best, as
+        gated MLPs: gate_up [E, 2 * n, hidden], down [E, hidden, n]; summed by the likings, which are renormalised to
+        sum to 1 (arXiv:2401.04088) → [T, hidden]."""
         ...

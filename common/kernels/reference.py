@@ -17,8 +17,8 @@ from common.kernels.attention_plan import TILE_ROWS, AttentionPlan, Chunk, Decod
 class ReferenceKernels:
     """Implements Kernels."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, weight)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return functional.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -56,6 +56,24 @@ class ReferenceKernels:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def mixture_of_experts(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        num_experts_per_token: int,
+    ) -> torch.Tensor:
+        likings = functional.linear(x, router).float().softmax(-1)
+        weights, chosen = likings.topk(num_experts_per_token, dim=-1)
+        weights /= weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, choices = (chosen == expert).nonzero(as_tuple=True)
+            result = functional.linear(self.silu_mul(functional.linear(x[rows], gate_up[expert])), down[expert])
+            out.index_add_(0, rows, (result * weights[rows, choices, None]).to(x.dtype))
+        return out
 
 
 def _attend_chunk(

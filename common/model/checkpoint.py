@@ -13,13 +13,15 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from common.errors import StartupError
-from common.model.config import ModelConfig, read_json_object
+from common.model.config import ModelConfig
+from common.model.config_keys import read_json_object
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 EMBED: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 LM_HEAD: Final = "lm_head.weight"
+EXPERT_ROUTER: Final = "block_sparse_moe.gate"
 _STORED_DTYPES: Final = ("F32", "BF16", "F16")
 _IGNORED_SUFFIX: Final = "rotary_emb.inv_freq"  # in older exports; follows from config.json
 
@@ -59,13 +61,27 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.v_proj": (config.kv_size, hidden),
         "self_attn.o_proj": (hidden, config.q_size),
         "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
+    if config.qk_norm:
+        of_layer |= {"self_attn.q_norm": (config.head_dim,), "self_attn.k_norm": (config.head_dim,)}
+    if config.num_experts:
+        of_layer[EXPERT_ROUTER] = (config.num_experts, hidden)
+    for e in range(config.num_experts or 1):
+        gate, up, down = mlp_names(config, e)
+        of_layer |= {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+    biases = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size} if config.qkv_bias else {}
     for i in range(config.num_layers):
         shapes.update({f"model.layers.{i}.{name}.weight": shape for name, shape in of_layer.items()})
+        shapes.update({f"model.layers.{i}.self_attn.{kind}_proj.bias": (rows,) for kind, rows in biases.items()})
     return shapes
+
+
+def mlp_names(config: ModelConfig, expert: int) -> tuple[str, str, str]:
+    """Gate, up and down projection of an expert (0 of a dense MLP), as a layer's checkpoint calls them."""
+    if not config.num_experts:
+        return "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+    w1, w2, w3 = (f"block_sparse_moe.experts.{expert}.w{i}" for i in (1, 2, 3))
+    return w1, w3, w2
 
 
 def weight_files(folder: Path) -> list[Path]:

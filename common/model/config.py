@@ -1,22 +1,45 @@
-"""What Baton knows of a model: the part of a Hugging Face config.json that its Llama implementation computes from.
+"""What Baton knows of a model: the part of a Hugging Face config.json that its decoder (llama.py) computes from.
 
 Whatever the implementation can't do is refused here by name, before a weight is read. No torch: routers import this.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from common.errors import StartupError
+from common.model.config_keys import JsonKeys, read_json_object
 
 Dtype = Literal["float32", "bfloat16"]
-_ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
-_MISTRAL_DEFAULT_WINDOW: Final = 4096  # of transformers' MistralConfig, where config.json has no such key
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """In what an architecture differs from Llama. Defaults are those of transformers, for keys that config.json lacks.
+
+    slides: whether `sliding_window` counts: "never", "always", or the key of the flag that says so.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    slides: str = "never"
+    window: int | None = None
+
+
+_FAMILIES: Final = {
+    "LlamaForCausalLM": _Family(),
+    "MistralForCausalLM": _Family(slides="always", window=4096),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, slides="use_sliding_window", window=4096),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, slides="use_sliding_window", window=4096),
+    "MixtralForCausalLM": _Family(experts=True, slides="always", rms_norm_eps=1e-5, rope_theta=1e6),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +56,9 @@ class Llama3RopeScaling:
 class ModelConfig:
     """A Llama-family decoder.
 
+    intermediate_size: of one expert where there are experts. qkv_bias: q, k and v projections add a bias (Qwen2).
+    qk_norm: each head of q and k is normalised before its rotation (Qwen3). num_experts: 0 is a dense MLP; else each
+    token goes through num_experts_per_token of them (Mixtral, arXiv:2401.04088).
     stored_dtype: what config.json says of the weights: "float32", "bfloat16" or "float16".
     eos_token_ids: config.json's, then those that generation_config.json adds. rope_scaling: None is plain RoPE.
     """
@@ -52,6 +78,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     stored_dtype: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
 
     @property
     def q_size(self) -> int:
@@ -67,20 +97,22 @@ class ModelConfig:
 def load_model_config(folder: Path) -> ModelConfig:
     """Parse and check `folder`/config.json (and generation_config.json, if there). Raises StartupError, one line."""
     path = folder / "config.json"
-    keys = _Keys(read_json_object(path), path)
+    keys = JsonKeys(read_json_object(path), path)
     architecture = _architecture(keys)
-    _refuse_unsupported(keys, architecture)
+    family = _FAMILIES[architecture]
+    _refuse_unsupported(keys, family)
     num_heads = keys.positive("num_attention_heads")
     hidden_size = keys.positive("hidden_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_heads)
-    head_dim = keys.positive("head_dim", hidden_size // num_heads)
+    head_dim = keys.positive("head_dim", family.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise StartupError(
             f"{path}: {num_heads} heads, {num_kv_heads} key-value heads, head_dim {head_dim}: heads must divide evenly"
             " and head_dim be even"
         )
     max_position_embeddings = keys.positive("max_position_embeddings")
-    theta, scaling = _rope(keys, max_position_embeddings)
+    theta, scaling = _rope(keys, max_position_embeddings, family.rope_theta)
+    num_experts, num_experts_per_token = _experts(keys) if family.experts else (0, 0)
     return ModelConfig(
         architecture=architecture,
         num_layers=keys.positive("num_hidden_layers"),
@@ -91,12 +123,16 @@ def load_model_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=keys.positive("vocab_size"),
         max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=keys.number("rms_norm_eps", family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
         eos_token_ids=_eos_token_ids(keys, folder),
         stored_dtype=_stored_dtype(keys),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        num_experts=num_experts,
+        num_experts_per_token=num_experts_per_token,
     )
 
 
@@ -112,68 +148,15 @@ def resolve_dtype(setting: str, config: ModelConfig) -> Dtype:
     )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises StartupError naming the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise StartupError(f"can't read {path}: {error.strerror}; a Hugging Face model folder has it") from None
-    except ValueError as error:
-        raise StartupError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} holds no JSON object")
-    return value
-
-
-class _Keys:
-    """Typed reads of one JSON object; every complaint names key and file. A null counts as absent."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self.values = values
-        self.path = path
-
-    def bad(self, name: str, what: str) -> StartupError:
-        return StartupError(f"{self.path}: {name!r} {what}, found {self.values.get(name)!r}")
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.bad(name, "must be a positive integer")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.bad(name, "must be a positive number")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        raise self.bad(name, "must be true or false")
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self.values.get(name)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise self.bad(name, "must be a token id or a list of them")
-        return tuple(ids)
-
-
-def _architecture(keys: _Keys) -> str:
+def _architecture(keys: JsonKeys) -> str:
     named = keys.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and len(named) == 1 else named
-    if architecture not in _ARCHITECTURES:
-        raise StartupError(
-            f"{keys.path}: architecture {architecture!r} is not supported: {', '.join(_ARCHITECTURES)} are"
-        )
-    return str(architecture)
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        raise StartupError(f"{keys.path}: architecture {architecture!r} is not supported: {', '.join(_FAMILIES)} are")
+    return architecture
 
 
-def _refuse_unsupported(keys: _Keys, architecture: str) -> None:
+def _refuse_unsupported(keys: JsonKeys, family: _Family) -> None:
     """Everything that would change the computation and isn't implemented."""
     for name in ("attention_bias", "mlp_bias"):
         if keys.flag(name):
@@ -182,20 +165,29 @@ def _refuse_unsupported(keys: _Keys, architecture: str) -> None:
         raise keys.bad("hidden_act", "must be 'silu'")
     if keys.values.get("quantization_config") is not None:
         raise StartupError(f"{keys.path}: 'quantization_config' is not supported: give unquantised weights")
-    if architecture == "MistralForCausalLM":
-        window = keys.values.get("sliding_window", _MISTRAL_DEFAULT_WINDOW)
-        if window is not None and window < keys.positive("max_position_embeddings"):
-            raise StartupError(f"{keys.path}: 'sliding_window' {window} is below the context: not supported")
+    window = keys.values.get("sliding_window", family.window)
+    slides = family.slides == "always" or (family.slides != "never" and keys.flag(family.slides))
+    if slides and window is not None and window < keys.positive("max_position_embeddings"):
+        raise StartupError(f"{keys.path}: 'sliding_window' {window} is below the context: not supported")
 
 
-def _rope(keys: _Keys, max_position_embeddings: int) -> tuple[float, Llama3RopeScaling | None]:
+def _experts(keys: JsonKeys) -> tuple[int, int]:
+    """(number of experts, those that each token goes through)."""
+    num_experts = keys.positive("num_local_experts", 8)
+    each = keys.positive("num_experts_per_tok", 2)
+    if each > num_experts:
+        raise keys.bad("num_experts_per_tok", f"must be at most num_local_experts {num_experts}")
+    return num_experts, each
+
+
+def _rope(keys: JsonKeys, max_position_embeddings: int, default_theta: float) -> tuple[float, Llama3RopeScaling | None]:
     """transformers 5 keeps theta and scaling under `rope_parameters`; it was `rope_theta` and `rope_scaling` before."""
     source = next((name for name in ("rope_parameters", "rope_scaling") if keys.values.get(name)), None)
     values = keys.values.get(source) if source else {}
     if not isinstance(values, dict):
         raise keys.bad(source or "", "must be an object")
-    nested = _Keys(values, keys.path)
-    theta = nested.number("rope_theta", keys.number("rope_theta", 10000.0))
+    nested = JsonKeys(values, keys.path)
+    theta = nested.number("rope_theta", keys.number("rope_theta", default_theta))
     if values.get("partial_rotary_factor", keys.values.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise StartupError(f"{keys.path}: 'partial_rotary_factor' is not supported")
     kind = values.get("rope_type", values.get("type", "default"))
@@ -216,15 +208,15 @@ def _rope(keys: _Keys, max_position_embeddings: int) -> tuple[float, Llama3RopeS
     return theta, scaling
 
 
-def _eos_token_ids(keys: _Keys, folder: Path) -> tuple[int, ...]:
+def _eos_token_ids(keys: JsonKeys, folder: Path) -> tuple[int, ...]:
     ids = keys.token_ids("eos_token_id")
     path = folder / "generation_config.json"
     if path.exists():
-        ids += _Keys(read_json_object(path), path).token_ids("eos_token_id")
+        ids += JsonKeys(read_json_object(path), path).token_ids("eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 
-def _stored_dtype(keys: _Keys) -> str:
+def _stored_dtype(keys: JsonKeys) -> str:
     """`dtype` in transformers 5, `torch_dtype` before; transformers takes float32 where neither is given."""
     name = "dtype" if keys.values.get("dtype") is not None else "torch_dtype"
     value = keys.values.get(name)

@@ -1,6 +1,9 @@
 """The Llama decoder (arXiv:2302.13971, 2307.09288) over a paged KV cache, written in the operations of Kernels.
 
 One layer:  x ─► norm ─► qkv ─► rope ─► write KV ─► attention ─► o ─► + ─► norm ─► gate_up ─► silu·up ─► down ─► +
+
+Its relatives differ in little: Qwen2 adds a bias to qkv, Qwen3 normalises the heads of q and k before rope, Mixtral
+has a mixture of experts in the place of the MLP.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class LlamaModel:
             x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(x, layer, pool, batch.slot_mapping, angles, plan)
             x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
+            x = self._mlp(x, layer)
         rows = batch.logits_rows
         x = kernels.add_rms_norm(x[rows], residual[rows], weights.norm, eps)
         return kernels.linear(x, weights.lm_head).float()
@@ -61,8 +64,20 @@ class LlamaModel:
         plan: AttentionPlan,
     ) -> torch.Tensor:
         kernels, num_heads, num_kv_heads = self._kernels, self._config.num_heads, self._config.num_kv_heads
-        qkv = kernels.linear(x, layer.qkv).view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
+        qkv = kernels.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads]
+            for heads, weight in ((q, layer.q_norm), (k, layer.k_norm)):
+                heads.copy_(kernels.rms_norm(heads, weight, self._config.rms_norm_eps))
         kernels.rope(qkv[:, : num_heads + num_kv_heads], *angles)
         q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         kernels.write_kv(k, v, pool, slot_mapping)
         return kernels.linear(kernels.attention(q, pool, plan, self._scale), layer.o)
+
+    def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        kernels = self._kernels
+        if layer.expert_router is not None:
+            each = self._config.num_experts_per_token
+            return kernels.mixture_of_experts(x, layer.expert_router, layer.gate_up, layer.down, each)
+        return kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)

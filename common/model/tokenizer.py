@@ -8,7 +8,8 @@ from pathlib import Path
 import tokenizers
 
 from common.errors import StartupError, invalid
-from common.model.config import load_model_config, read_json_object
+from common.model.config import load_model_config
+from common.model.config_keys import read_json_object
 from common.model.detokenizer import IncrementalDetokenizer, detokenizer_factory
 
 

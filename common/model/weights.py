@@ -4,6 +4,8 @@ pages, which the kernel drops as it likes, are the only second copy.
 Projections that read the same input are stored as one matrix, so that each step reads its input once:
 
     qkv [q_size + 2 * kv_size, hidden]    rows: q, k, v          gate_up [2 * intermediate, hidden]    rows: gate, up
+
+Of a mixture of E experts, gate_up and down are stacked: [E, 2 * intermediate, hidden] and [E, hidden, intermediate].
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from pathlib import Path
 
 import torch
 
-from common.model.checkpoint import EMBED, LM_HEAD, NORM, check_weights, expected_shapes, opened
+from common.model.checkpoint import (
+    EMBED,
+    EXPERT_ROUTER,
+    LM_HEAD,
+    NORM,
+    check_weights,
+    expected_shapes,
+    mlp_names,
+    opened,
+)
 from common.model.config import ModelConfig
 
 
@@ -23,7 +34,9 @@ class LayerWeights:
     """One decoder layer; all in the model's dtype, contiguous, on its device.
 
     input_norm, post_norm: [hidden]. qkv: [q_size + 2 * kv_size, hidden]. o: [hidden, q_size].
-    gate_up: [2 * intermediate, hidden]. down: [hidden, intermediate].
+    gate_up: [2 * intermediate, hidden]. down: [hidden, intermediate]; both with a leading E where there are experts.
+    qkv_bias: [q_size + 2 * kv_size]. q_norm, k_norm: [head_dim]. expert_router: [E, hidden]. None where the model has
+    none.
     """
 
     input_norm: torch.Tensor
@@ -32,6 +45,10 @@ class LayerWeights:
     post_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    expert_router: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +78,66 @@ def _read(found: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
     """Check, then load into `dtype` on `device`. Raises StartupError like check_weights."""
     stored = iter_weights(folder, config)
-    destinations: dict[str, torch.Tensor] = {}
-
-    def place(rows: int, columns: int, *names: str) -> torch.Tensor:
-        """One matrix that holds the named tensors one below the other."""
-        matrix = torch.empty(rows, columns, dtype=dtype, device=device)
-        counts = [expected[name][0] for name in names]
-        destinations.update(zip(names, torch.split_with_sizes(matrix, counts), strict=True))
-        return matrix
-
-    def vector(name: str) -> torch.Tensor:
-        destinations[name] = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        return destinations[name]
-
-    expected = expected_shapes(config)
-    hidden, inner, q_size, kv_size = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    layers = []
-    for prefix in (f"model.layers.{i}." for i in range(config.num_layers)):
-        q, k, v = (f"{prefix}self_attn.{kind}_proj.weight" for kind in "qkv")
-        gate, up = (f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up"))
-        layers.append(
-            LayerWeights(
-                input_norm=vector(f"{prefix}input_layernorm.weight"),
-                qkv=place(q_size + 2 * kv_size, hidden, q, k, v),
-                o=place(hidden, q_size, f"{prefix}self_attn.o_proj.weight"),
-                post_norm=vector(f"{prefix}post_attention_layernorm.weight"),
-                gate_up=place(2 * inner, hidden, gate, up),
-                down=place(hidden, inner, f"{prefix}mlp.down_proj.weight"),
-            )
-        )
-    embed = place(config.vocab_size, hidden, EMBED)
-    lm_head = embed if config.tie_word_embeddings else place(config.vocab_size, hidden, LM_HEAD)
-    weights = LlamaWeights(embed=embed, layers=tuple(layers), norm=vector(NORM), lm_head=lm_head)
+    destinations = _Destinations(config, dtype, device)
+    layers = tuple(_layer(config, destinations, f"model.layers.{i}.") for i in range(config.num_layers))
+    embed = destinations.place(EMBED)
+    lm_head = embed if config.tie_word_embeddings else destinations.place(LM_HEAD)
+    weights = LlamaWeights(embed=embed, layers=layers, norm=destinations.place(NORM), lm_head=lm_head)
     for name, tensor in stored:
-        destinations[name].copy_(tensor)
+        destinations.of[name].copy_(tensor)
     return weights
+
+
+class _Destinations:
+    """Uninitialised tensors, and where in them each tensor of the checkpoint goes."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.of: dict[str, torch.Tensor] = {}
+        self._shapes = expected_shapes(config)
+        self._dtype = dtype
+        self._device = device
+
+    def place(self, *names: str) -> torch.Tensor:
+        """One tensor that holds the named ones one below the other."""
+        shapes = [self._shapes[name] for name in names]
+        counts = [shape[0] for shape in shapes]
+        return self._fill(self._empty(sum(counts), *shapes[0][1:]), names, counts)
+
+    def stack(self, experts: list[tuple[str, ...]]) -> torch.Tensor:
+        """[E, …]: for each expert what `place` gives for its names."""
+        shapes = [self._shapes[name] for name in experts[0]]
+        counts = [shape[0] for shape in shapes]
+        whole = self._empty(len(experts), sum(counts), *shapes[0][1:])
+        for one, names in zip(whole, experts, strict=True):
+            self._fill(one, names, counts)
+        return whole
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _fill(self, whole: torch.Tensor, names: tuple[str, ...], counts: list[int]) -> torch.Tensor:
+        self.of.update(zip(names, torch.split_with_sizes(whole, counts), strict=True))
+        return whole
+
+
+def _layer(config: ModelConfig, to: _Destinations, prefix: str) -> LayerWeights:
+    def named(*names: str) -> tuple[str, ...]:
+        return tuple(f"{prefix}{name}.weight" for name in names)
+
+    experts = [mlp_names(config, e) for e in range(config.num_experts or 1)]
+    gate_up = [named(gate, up) for gate, up, _ in experts]
+    down = [named(name) for _, _, name in experts]
+    attention = tuple(f"self_attn.{kind}_proj" for kind in "qkv")
+    biases = tuple(f"{prefix}{name}.bias" for name in attention)
+    return LayerWeights(
+        input_norm=to.place(*named("input_layernorm")),
+        qkv=to.place(*named(*attention)),
+        o=to.place(*named("self_attn.o_proj")),
+        post_norm=to.place(*named("post_attention_layernorm")),
+        gate_up=to.stack(gate_up) if config.num_experts else to.place(*gate_up[0]),
+        down=to.stack(down) if config.num_experts else to.place(*down[0]),
+        qkv_bias=to.place(*biases) if config.qkv_bias else None,
+        q_norm=to.place(*named("self_attn.q_norm")) if config.qk_norm else None,
+        k_norm=to.place(*named("self_attn.k_norm")) if config.qk_norm else None,
+        expert_router=to.place(*named(EXPERT_ROUTER)) if config.num_experts else None,
+    )

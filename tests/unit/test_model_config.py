@@ -28,6 +28,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 ABSENT = object()
 
 
@@ -114,6 +115,11 @@ def test_eos_ids_are_those_of_both_files(tmp_path: Path, eos: Any, generation: A
         ({"dtype": "float64"}, "dtype"),
         ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding_window"),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 256}, "sliding_window"),
+        ({**QWEN3, "sliding_window": 256, "use_sliding_window": True}, "sliding_window"),
+        ({**QWEN3, "attention_bias": True}, "attention_bias"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_local_experts 8"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 0}, "num_local_experts"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
@@ -130,6 +136,16 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
 def test_mistral_without_an_effective_window_is_a_llama(tmp_path: Path, window: int | None) -> None:
     changes = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     assert load_model_config(write(tmp_path, changes)).num_layers == 2
+
+
+def test_families_take_their_own_defaults(tmp_path: Path) -> None:
+    qwen2 = load_model_config(write(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 256}))
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.num_experts) == (True, False, 0)
+    qwen3 = load_model_config(write(tmp_path, QWEN3))
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    mixtral = load_model_config(write(tmp_path, {"architectures": ["MixtralForCausalLM"]}))
+    assert (mixtral.num_experts, mixtral.num_experts_per_token) == (8, 2)
+    assert (mixtral.rope_theta, mixtral.rms_norm_eps) == (1e6, 1e-5)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", b"\xff\xfe"])

@@ -22,6 +22,13 @@ from tests.tiny_model import make_tiny_model
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "sliding_window": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 PROMPT = torch.randint(3, 300, (45,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
@@ -81,6 +88,12 @@ def test_logits_equal_transformers(model: LlamaModel, tiny_model_folder: Path, p
         {"num_key_value_heads": 4},
         {"num_key_value_heads": 1, "head_dim": 32},
         {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64},
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
+        MIXTRAL,
+        {**MIXTRAL, "num_local_experts": 2, "num_experts_per_tok": 1, "tie_word_embeddings": True},
         {
             "rope_scaling": {
                 "rope_type": "llama3",

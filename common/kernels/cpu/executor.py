@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from common.engine.batch import Batch
+from common.kernels.cpu.build import NativeUnavailableError
 from common.kernels.cpu.library import check, ffi, load_library
 from common.kvcache.kv_cache import KvCache
 from common.model.config import ModelConfig
@@ -76,6 +77,8 @@ class NativeModel:
         """
         if dtype not in _DTYPES:
             raise ValueError(f"no native executor for {dtype}")
+        if config.qkv_bias or config.qk_norm or config.num_experts:
+            raise NativeUnavailableError(f"the native executor does not compute a {config.architecture}")
         self._lib = load_library() if library is None else library
         self._config = config
         self._dtype = dtype
