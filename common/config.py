@@ -93,6 +93,9 @@ class Settings(BaseModel):
     transfer_security: Literal["loopback-only", "plaintext-trusted-network"] = Field(
         "loopback-only", description="a worker whose host or advertise_host is not loopback starts with the latter only"
     )
+    pull_prefixes: Literal["auto", "off"] = Field(
+        "auto", description="fetch a cached prefix from another worker where that is cheaper than computing it"
+    )
     ucx_library: str = Field("", description="path of libucp; empty: the system's, then the wheel's")
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: lo on loopback, else UCX's choice")
 

@@ -23,6 +23,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """One incarnation of a worker, as it announces itself.
 
     grpc_address: "host:port" of its WorkerService (and, for decode, TransferService). metrics_url: "" if none.
+    pull_secret: hex; what a worker must show to be sent cached blocks. "" where nothing is lent.
     """
 
     worker_id: str
@@ -37,6 +38,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     max_model_len: int
     metrics_url: str = ""
     draining: bool = False
+    pull_secret: str = ""
 
 
 def workers_key(cluster: str) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Final
 
 from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import PrefixCache
+from common.rpc.worker_messages import WorkerIdentity
 from common.worker.binding import TRANSFER_SERVICE, bind
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
+from common.worker.lending import make_lender
 from common.worker.loading import LoadedModel, load
 from decode_service.scheduler import DecodeScheduler
-from kv_transfer.metrics import ReceiverCollector
-from kv_transfer.receiver import KvReceiver
-from kv_transfer.transport.select import make_transport
-from kv_transfer.types import WorkerIdentity
+from kv_transfer.build import make_receiver, make_sender, pull_slots
+from kv_transfer.metrics import PullCollector, ReceiverCollector
 
 # Prompt tokens that a step may compute beside the decodes, which wait for them: what one step costs the others.
 CHUNK_BUDGET_TOKENS: Final = 256
@@ -40,39 +41,37 @@ async def serve(
     """Until `stop` is set. on_ready: called once requests would be served. check_when_idle: for tests."""
     binding = await bind(settings, "decode", loaded)
     try:
-        identity = WorkerIdentity(binding.info.worker_id, binding.info.epoch)
-        receiver = _make_receiver(settings, loaded, identity)
-        receiver.add_to_server(binding.server.server)
-        await receiver.start()
-        try:
-            pool, inbox = BlockPool(loaded.kv_cache.num_blocks), Inbox()
+        info = binding.info
+        identity = WorkerIdentity(info.worker_id, info.epoch)
+        lends = settings.pull_prefixes == "auto"
+        pool, inbox = BlockPool(loaded.kv_cache.num_blocks), Inbox()
+        lender = make_lender(info, inbox) if lends else None
+        async with AsyncExitStack() as stack:
+            receiver = make_receiver(settings, loaded.kv_cache, loaded.fmt, identity, settings.landing_slots)
+            receiver.add_to_server(binding.server.server, lender)
+            await receiver.start()
+            stack.push_async_callback(receiver.close)
             config = loaded.scheduler_config(settings, min(settings.prefill_budget_tokens, CHUNK_BUDGET_TOKENS))
+            secret = info.pull_secret if lends else b""
             scheduler = DecodeScheduler(
-                config, pool, PrefixCache(pool), receiver, binding.info.grpc_address, identity, inbox.put
+                config, pool, PrefixCache(pool), receiver, info.grpc_address, identity, inbox.put, secret
             )
+            if lends:
+                sender = make_sender(settings, loaded.kv_cache, loaded.fmt, identity, pull_slots(settings))
+                await sender.start()
+                stack.push_async_callback(sender.close)
+                scheduler.lend_by(sender, inbox.put)
             parts = WorkerParts(
                 scheduler=scheduler,
                 runner=loaded.runner,
                 inbox=inbox,
                 services=(TRANSFER_SERVICE,),
-                transfer_metrics=ReceiverCollector(receiver.stats),
-                close_transfers=receiver.close,
+                transfer_metrics=(
+                    ReceiverCollector(receiver.stats),
+                    *([PullCollector(None, lender)] if lender else []),
+                ),
+                close_transfers=stack.aclose,
             )
             await WorkerHost(binding, parts, check_when_idle=check_when_idle).serve(stop, on_ready)
-        finally:
-            await receiver.close()
     finally:
         await binding.close()
-
-
-def _make_receiver(settings: Settings, loaded: LoadedModel, identity: WorkerIdentity) -> KvReceiver:
-    return KvReceiver(
-        loaded.kv_cache,
-        loaded.fmt,
-        identity,
-        transport=make_transport(settings),
-        landing_slots=settings.landing_slots,
-        landing_slot_bytes=settings.landing_slot_bytes,
-        lease_s=settings.transfer_lease_s,
-        require_transport=settings.require_transport,
-    )

@@ -62,7 +62,8 @@ class ReservationBook(Protocol):
 
 
 class DecodeScheduler(SequenceScheduler[DecodeSequence]):
-    """address, identity: what a sender needs to find this worker. post: hands transfer events to the engine's inbox."""
+    """address, identity: what a sender needs to find this worker. post: hands transfer events to the engine's inbox.
+    pull_secret: for those who may ask it for cached blocks."""
 
     def __init__(
         self,
@@ -73,12 +74,14 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         address: str,
         identity: WorkerIdentity,
         post: Post,
+        pull_secret: bytes = b"",
     ) -> None:
         super().__init__(config, pool, cache)
         self._receiver = receiver
         self._address = address
         self._identity = identity
         self._post = post
+        self._pull_secret = pull_secret
         self._waiting: deque[DecodeSequence] = deque()
         self._num_receiving = 0
         # Both in order of arrival.
@@ -222,7 +225,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
             return
         sequence.move_to(SequenceStatus.RECEIVING)
         self._num_receiving += 1
-        target = TransferTarget(self._address, self._identity, secret, num_cached)
+        target = TransferTarget(self._address, self._identity, secret, num_cached, self._pull_secret)
         self._news_of(sequence.owner).reservations.append(Reservation(transfer_id, target))
 
     def _join(self, sequence: DecodeSequence, handoff: Handoff, stats: TransferStats, now: float) -> None:

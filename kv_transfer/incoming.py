@@ -48,6 +48,8 @@ class Landing(Enum):
 class IncomingTransfer:
     """block_ids: blocks to be filled, in sequence order. deadline: monotonic seconds, for everything up to commit.
 
+    may_be_fewer: a sender with fewer blocks is welcome; the rest of ours stays as it is.
+
     Hashed by identity. channel: of the sender that opened it; for the event loop's use.
     """
 
@@ -61,6 +63,7 @@ class IncomingTransfer:
         store: KvStore,
         deadline: float,
         clock: Callable[[], float],
+        may_be_fewer: bool = False,
     ) -> None:
         self.transfer_id: Final = transfer_id
         self.deadline: Final = deadline
@@ -69,6 +72,7 @@ class IncomingTransfer:
         self.error: BatonError | None = None
         self._block_ids = tuple(block_ids)
         self._num_cached_tokens = num_cached_tokens
+        self._may_be_fewer = may_be_fewer
         self._callbacks = callbacks
         self._store = store
         # How the sender's blocks fill ours: known from open() on.
@@ -112,6 +116,9 @@ class IncomingTransfer:
             self.channel = channel
             self._reshape = self._reshape_of(wire)
             self._num_wire_blocks, rest = divmod(expected_bytes, wire.num_layers * wire.block_bytes)
+            if self._may_be_fewer and self._reshape.is_plain and 0 < self._num_wire_blocks < len(self._block_ids):
+                self._block_ids = self._block_ids[: self._num_wire_blocks]
+                self._reshape = self._reshape_of(wire)
             if rest or not self._reshape.fits(self._num_wire_blocks):
                 message = (
                     f"transfer {self.transfer_id}: the prefill worker would send {expected_bytes} bytes, in blocks of "

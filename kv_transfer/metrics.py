@@ -13,6 +13,8 @@ from prometheus_client.registry import Collector
 
 from common.errors import ErrorKind
 from kv_transfer.landing_ring import SlotState
+from kv_transfer.lender import Lender
+from kv_transfer.puller import PullStats
 from kv_transfer.state import IncomingState, OutgoingState, is_final
 from kv_transfer.stats import Dropped, ReceiverStats, SenderStats
 
@@ -72,6 +74,27 @@ class ReceiverCollector(Collector):
         yield CounterMetricFamily(
             "baton_transfer_refused_handshakes", "Channels refused for format or epoch", stats.refused_handshakes
         )
+
+
+class PullCollector(Collector):
+    """Of any worker. pulls: of one that pulls. lender: of one that is asked."""
+
+    def __init__(self, pulls: PullStats | None, lender: Lender) -> None:
+        self._pulls = pulls
+        self._lender = lender
+
+    def collect(self) -> Iterable[Metric]:
+        answers = {"granted": self._lender.num_granted, "refused": self._lender.num_refused}
+        text = "Requests of other workers for cached blocks"
+        yield _labelled(CounterMetricFamily, "baton_pull_requests", text, "answer", answers)
+        if (pulls := self._pulls) is None:
+            return
+        yield CounterMetricFamily("baton_pulls", "Pulls of a prefix that were begun", pulls.started)
+        failed = dict.fromkeys(map(str, FAILURE_REASONS), 0) | {str(kind): n for kind, n in pulls.failed.items()}
+        text = "Pulls that brought nothing: the prefix was computed, by kind of error (deadline_exceeded: too slow)"
+        yield _labelled(CounterMetricFamily, "baton_pull_failures", text, "reason", failed)
+        yield CounterMetricFamily("baton_pulled_tokens", "Tokens whose KV was pulled, not computed", pulls.tokens)
+        yield CounterMetricFamily("baton_pulled_bytes", "KV bytes that pulls brought", pulls.bytes)
 
 
 def _common(

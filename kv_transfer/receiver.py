@@ -24,6 +24,7 @@ from common.telemetry import get_logger
 from kv_transfer.frames import Hello, ReceiverFrame, Welcome
 from kv_transfer.landing_ring import Channel
 from kv_transfer.lease import TICKS_PER_LEASE
+from kv_transfer.lender import Lender
 from kv_transfer.pieces import plan_geometry
 from kv_transfer.receiver_channel import ReceiverChannel, TransferServicer
 from kv_transfer.receiver_protocol import LandingJob, ReceiverProtocol
@@ -110,8 +111,9 @@ class KvReceiver:
             self._transport.close()
             raise
 
-    def add_to_server(self, server: grpc.aio.Server) -> None:
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(self), server)
+    def add_to_server(self, server: grpc.aio.Server, lender: Lender | None = None) -> None:
+        """lender: answers those who want to pull from this worker; None: they are refused."""
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(self, lender), server)
 
     async def close(self) -> None:
         """End everything: open transfers fail with DRAINING, senders get up to a lease to return their slots. Call
@@ -143,17 +145,22 @@ class KvReceiver:
         num_cached_tokens: int,
         callbacks: ReceiverCallbacks,
         timeout_s: float,
+        *,
+        may_be_fewer: bool = False,
     ) -> bytes:
         """Expect a transfer into `block_ids`, the sequence's blocks that are not cached, in order (may be empty).
 
         Returns the secret that admits the sender. Ends with exactly one callback, unless released: on_commit; or
         on_fail with DEADLINE_EXCEEDED (not committed within timeout_s), LEASE_LOST (sender silent or gone), CORRUPT_KV,
-        or what the sender says. num_cached_tokens: tokens whose blocks the worker holds already. Quick. Raises
-        BatonError (INTERNAL: transfer_id is reserved; DRAINING: closing, or not started).
+        or what the sender says. may_be_fewer: the sender may leave blocks out at the end. num_cached_tokens: tokens
+        whose blocks the worker holds already. Quick. Raises BatonError (INTERNAL: transfer_id is reserved; DRAINING:
+        closing, or not started).
         """
         if self._closing or self._loop is None:
             raise BatonError(ErrorKind.DRAINING, f"decode worker {self._identity.worker_id} receives no KV now")
-        return self._protocol.reserve(transfer_id, block_ids, num_cached_tokens, callbacks, timeout_s)
+        return self._protocol.reserve(
+            transfer_id, block_ids, num_cached_tokens, callbacks, timeout_s, may_be_fewer=may_be_fewer
+        )
 
     def release(self, transfer_id: str) -> None:
         """Give a reservation up, for abort and for failure; the sender is told. No-op for what has ended.
@@ -167,6 +174,10 @@ class KvReceiver:
             # A closed loop has ended all channels: there is nobody to tell.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._protocol.announce, transfer)
+
+    def fail(self, transfer_id: str, error: BatonError) -> None:
+        """Nobody will send: the reservation fails with `error`. For the event loop; no-op for what has ended."""
+        self._protocol.fail(transfer_id, error)
 
     def stats(self) -> ReceiverStats:
         return self._protocol.stats()

@@ -16,11 +16,13 @@ from common.telemetry import get_logger
 from kv_transfer import convert
 from kv_transfer.frames import Hello, ReceiverFrame, SenderFrame, Welcome
 from kv_transfer.lease import Lease
+from kv_transfer.lender import Lender
 from kv_transfer.outbox import Outbox
 from kv_transfer.receiver_protocol import ReceiverProtocol
 from kv_transfer.types import WorkerIdentity
 
 if TYPE_CHECKING:
+    PullContext = grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse]
     Context = grpc.aio.ServicerContext[pb.ChannelRequest, pb.ChannelResponse]
 
 log = get_logger(__name__)
@@ -40,8 +42,19 @@ class Gate(Protocol):
 class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     """baton.transfer.v1.TransferService on grpc.aio."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, lender: Lender | None) -> None:
+        """lender: None: nothing can be pulled from here."""
         self._gate = gate
+        self._lender = lender
+
+    async def Pull(self, request: pb.PullRequest, context: PullContext) -> pb.PullResponse:  # noqa: N802
+        """Another worker wants cached blocks."""
+        try:
+            if self._lender is None:
+                raise BatonError(ErrorKind.LEASE_LOST, "this worker lends nothing")
+            return await self._lender.serve(request)
+        except BatonError as error:
+            await context.abort(*error_to_status(error))
 
     # grpc.aio also takes a coroutine that reads and writes by the context; the stubs know generators only.
     async def Channel(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802

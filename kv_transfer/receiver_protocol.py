@@ -103,6 +103,8 @@ class ReceiverProtocol:
         num_cached_tokens: int,
         callbacks: ReceiverCallbacks,
         timeout_s: float,
+        *,
+        may_be_fewer: bool = False,
     ) -> bytes:
         """The reservation's secret. Raises BatonError (INTERNAL) if transfer_id is reserved."""
         deadline = self._clock() + timeout_s
@@ -114,6 +116,7 @@ class ReceiverProtocol:
             store=self._store,
             deadline=deadline,
             clock=self._clock,
+            may_be_fewer=may_be_fewer,
         )
         with self._lock:
             if transfer_id in self._transfers:
@@ -208,6 +211,10 @@ class ReceiverProtocol:
                 message = f"transfer {transfer.transfer_id}: {phase} by the deadline"
                 self._fail(transfer, BatonError(ErrorKind.DEADLINE_EXCEEDED, message), IncomingState.EXPIRED)
         self._grant()
+
+    def fail(self, transfer_id: str, error: BatonError) -> None:
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            self._fail(transfer, error, IncomingState.ABORTED)
 
     def fail_all(self, error: BatonError) -> None:
         for transfer in self._snapshot():

@@ -84,6 +84,16 @@ class TransferStats:
     ended_at: float = field(default=0.0, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Cached blocks that another worker wants sent. deadline: monotonic seconds of this process."""
+
+    transfer_id: str
+    block_hashes: tuple[bytes, ...]
+    target: TransferTarget
+    deadline: float
+
+
 class OutgoingTransfer(Protocol):
     """One sequence's KV on its way out. All methods are thread-safe, return at once, and are no-ops after the end.
 

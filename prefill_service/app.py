@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import PrefixCache
-from common.worker.binding import bind
+from common.rpc.worker_messages import WorkerIdentity
+from common.transfer_cost import CostEstimator
+from common.worker.binding import TRANSFER_SERVICE, Binding, bind
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
+from common.worker.lending import make_lender
 from common.worker.loading import LoadedModel, load
-from kv_transfer.metrics import SenderCollector
-from kv_transfer.sender import KvSender
-from kv_transfer.transport.select import make_transport
-from kv_transfer.types import WorkerIdentity
+from kv_transfer.build import make_receiver, make_sender, pull_slots
+from kv_transfer.lender import Lender
+from kv_transfer.metrics import PullCollector, SenderCollector
+from kv_transfer.puller import Puller
+from kv_transfer.receiver import KvReceiver
+from prefill_service.pulls import Pulls
 from prefill_service.scheduler import PrefillScheduler
 
 
@@ -36,36 +43,61 @@ async def serve(
     """Until `stop` is set. on_ready: called once requests would be served. check_when_idle: for tests."""
     binding = await bind(settings, "prefill", loaded)
     try:
-        sender = _make_sender(settings, loaded, WorkerIdentity(binding.info.worker_id, binding.info.epoch))
-        await sender.start()
-        try:
+        info = binding.info
+        identity = WorkerIdentity(info.worker_id, info.epoch)
+        async with AsyncExitStack() as stack:
+            sender = make_sender(settings, loaded.kv_cache, loaded.fmt, identity, settings.landing_slots)
+            await sender.start()
+            stack.push_async_callback(sender.close)
             pool, inbox = BlockPool(loaded.kv_cache.num_blocks), Inbox()
             config = loaded.scheduler_config(settings, settings.prefill_budget_tokens)
-            scheduler = PrefillScheduler(config, pool, PrefixCache(pool), sender, inbox.put)
+            pulling = None
+            if settings.pull_prefixes == "auto":
+                pulling = await _Pulling.start(settings, loaded, binding, identity, inbox)
+                stack.push_async_callback(pulling.close)
+            pulls = pulling.pulls if pulling else None
+            scheduler = PrefillScheduler(config, pool, PrefixCache(pool), sender, inbox.put, pulls)
+            scheduler.lend_by(sender, inbox.put)
             parts = WorkerParts(
                 scheduler=scheduler,
                 runner=loaded.runner,
                 inbox=inbox,
-                services=(),
-                transfer_metrics=SenderCollector(sender.stats, settings.landing_slots),
-                close_transfers=sender.close,
+                services=(TRANSFER_SERVICE,) if pulling else (),
+                transfer_metrics=(
+                    SenderCollector(sender.stats, settings.landing_slots),
+                    *([PullCollector(pulling.puller.stats, pulling.lender)] if pulling else []),
+                ),
+                close_transfers=stack.aclose,
             )
             await WorkerHost(binding, parts, check_when_idle=check_when_idle).serve(stop, on_ready)
-        finally:
-            await sender.close()
     finally:
         await binding.close()
 
 
-def _make_sender(settings: Settings, loaded: LoadedModel, identity: WorkerIdentity) -> KvSender:
-    """Staging is as large as one landing ring: no more can be under way to a single peer."""
-    return KvSender(
-        loaded.kv_cache,
-        loaded.fmt,
-        identity,
-        transport=make_transport(settings),
-        staging_slots=settings.landing_slots,
-        staging_slot_bytes=settings.landing_slot_bytes,
-        lease_s=settings.transfer_lease_s,
-        require_transport=settings.require_transport,
-    )
+@dataclass(frozen=True, slots=True)
+class _Pulling:
+    """What a prefill worker needs besides, to fetch prefixes from others and to lend its own."""
+
+    receiver: KvReceiver
+    puller: Puller
+    lender: Lender
+    pulls: Pulls
+
+    @classmethod
+    async def start(
+        cls, settings: Settings, loaded: LoadedModel, binding: Binding, identity: WorkerIdentity, inbox: Inbox
+    ) -> _Pulling:
+        """Adds TransferService to the worker's server. Raises StartupError."""
+        layout, info = loaded.fmt.layout, binding.info
+        receiver = make_receiver(settings, loaded.kv_cache, loaded.fmt, identity, pull_slots(settings))
+        lender = make_lender(info, inbox)
+        receiver.add_to_server(binding.server.server, lender)
+        await receiver.start()
+        puller = Puller(receiver, info.grpc_address, identity, layout.block_size)
+        puller.start()
+        pulls = Pulls(puller, CostEstimator(), layout.block_size, layout.token_bytes, inbox.put)
+        return cls(receiver, puller, lender, pulls)
+
+    async def close(self) -> None:
+        await self.puller.close()
+        await self.receiver.close()

@@ -12,43 +12,51 @@ ever shared. Blocks that the decode side holds are computed or matched here, but
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Sequence as ListOf
 
 from common.engine.batch import ScheduledSequence
-from common.engine.messages import Command, LegOutput, PrefillCommand, TransferEnded, TransferEvent
+from common.engine.loans import TransferOpener
+from common.engine.messages import (
+    Command,
+    LegOutput,
+    PrefillCommand,
+    TransferCommitted,
+    TransferEnded,
+    TransferEvent,
+    TransferFailed,
+)
 from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
 from common.engine.sequence import SequenceStatus
 from common.errors import BatonError
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.block_table import num_blocks_for_tokens
 from common.kvcache.prefix_cache import PrefixCache
+from common.rpc.worker_messages import PullSource
 from common.sampling_params import FinishReason
-from kv_transfer.types import Handoff, OutgoingTransfer, SenderCallbacks, TransferStats, TransferTarget
+from kv_transfer.types import Handoff, OutgoingTransfer, SenderCallbacks, TransferStats
+from prefill_service.pulls import Pulls
 from prefill_service.sequence import PrefillSequence
 
 
-class TransferOpener(Protocol):
-    """KvSender, as far as a scheduler sees it. Thread-safe; returns at once; raises BatonError to refuse."""
-
-    def open(
-        self,
-        transfer_id: str,
-        target: TransferTarget,
-        expected_num_blocks: int,
-        callbacks: SenderCallbacks,
-        timeout_s: float,
-    ) -> OutgoingTransfer: ...
-
-
 class PrefillScheduler(SequenceScheduler[PrefillSequence]):
-    """post: hands a transfer's end, which comes on a foreign thread, to the engine's inbox."""
+    """post: hands a transfer's end, which comes on a foreign thread, to the engine's inbox. pulls: None: every prefix
+    that is not cached here is computed."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, cache: PrefixCache, sender: TransferOpener, post: Post
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        cache: PrefixCache,
+        sender: TransferOpener,
+        post: Post,
+        pulls: Pulls | None = None,
     ) -> None:
         super().__init__(config, pool, cache)
         self._sender = sender
         self._post = post
+        self._pulls = pulls
+        self._num_pulling = 0
+        self._step_began_at = 0.0
         self._waiting: deque[PrefillSequence] = deque()
         self._running: list[PrefillSequence] = []
 
@@ -58,6 +66,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
                 sequence = self._accept(item.spec, item.owner, now, PrefillSequence)
                 if sequence is not None:
                     sequence.target = item.target
+                    sequence.pull_sources = _sources_of(item)
                     self._waiting.append(sequence)
             case TransferEnded():
                 sequence = self._sequences.get(item.transfer_id)
@@ -65,11 +74,20 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
                     self._drop()
                 else:
                     self._on_transfer_end(sequence, item.result, now)
+            case TransferCommitted() | TransferFailed():
+                sequence = self._sequences.get(item.transfer_id)
+                if sequence is None or sequence.arrival != item.arrival or not sequence.is_pulling:
+                    self._drop()
+                elif isinstance(item, TransferCommitted):
+                    self._on_pulled(sequence, item, now)
+                else:
+                    self._compute(sequence)
             case _:
                 self._drop()
 
     def _plan_step(self, now: float) -> list[tuple[PrefillSequence, ScheduledSequence]]:
         budget = self._config.chunk_budget_tokens
+        self._step_began_at = now
         step = []
         for sequence in self._running:
             if budget == 0:
@@ -77,12 +95,12 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             scheduled = sequence.next_chunk(budget)
             budget -= len(scheduled.token_ids)
             step.append((sequence, scheduled))
-        while budget and self._waiting and len(self._running) < self._config.max_running:
+        while budget and self._waiting and len(self._running) + self._num_pulling < self._config.max_running:
             sequence = self._waiting[0]
             if not self._reserve_blocks(sequence):
                 break
             self._waiting.popleft()
-            if self._start(sequence, now):
+            if self._start(sequence, now) and not sequence.is_pulling:
                 scheduled = sequence.next_chunk(budget)
                 budget -= len(scheduled.token_ids)
                 step.append((sequence, scheduled))
@@ -97,7 +115,8 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         return True
 
     def _start(self, sequence: PrefillSequence, now: float) -> bool:
-        """WAITING → RUNNING with an open transfer that has the cached blocks already. False: refused, and ended."""
+        """WAITING → RUNNING, or RECEIVING what is cheaper to pull, with an open transfer that has the cached blocks
+        already. False: refused, and ended."""
         self._changed = True
         sequence.started_at = now
         num_blocks = num_blocks_for_tokens(sequence.num_tokens, self._config.block_size)
@@ -112,10 +131,37 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         except BatonError as error:
             self._end(sequence, now, error=error)
             return False
+        self._push_blocks(sequence, sequence.num_registered_blocks)
+        if self._pulls is not None and self._pulls.begin(sequence, now):
+            sequence.move_to(SequenceStatus.RECEIVING)
+            self._num_pulling += 1
+        else:
+            sequence.move_to(SequenceStatus.RUNNING)
+            self._running.append(sequence)
+        return True
+
+    # A prefix that comes from another worker
+
+    def _on_pulled(self, sequence: PrefillSequence, event: TransferCommitted, now: float) -> None:
+        """Its KV is verified and in place, as far as the owner still had it."""
+        if self._pulls is not None:
+            self._pulls.note_done(sequence, event.stats, now)
+        num_tokens = max(0, event.handoff.num_computed_tokens - sequence.num_computed_tokens)
+        self._advance(sequence, num_tokens)
+        sequence.num_cached_tokens += num_tokens
+        self._push_blocks(sequence, sequence.num_registered_blocks)
+        self._compute(sequence)
+
+    def _compute(self, sequence: PrefillSequence) -> None:
+        """RECEIVING → RUNNING: what has not come is computed here."""
+        self._num_pulling -= 1
         sequence.move_to(SequenceStatus.RUNNING)
         self._running.append(sequence)
-        self._push_blocks(sequence, sequence.num_registered_blocks)
-        return True
+
+    def _stop_pulling(self, sequence: PrefillSequence) -> None:
+        if sequence.is_pulling and self._pulls is not None:
+            self._num_pulling -= 1
+            self._pulls.release(sequence)
 
     def _open_transfer(self, sequence: PrefillSequence, num_blocks: int, now: float) -> OutgoingTransfer:
         transfer_id, arrival, post = sequence.transfer_id, sequence.arrival, self._post
@@ -133,6 +179,12 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             block_ids = sequence.block_table.block_ids[sequence.num_pushed_blocks : num_final_blocks]
             sequence.num_pushed_blocks = num_final_blocks
             sequence.outgoing.push(block_ids)
+
+    def complete(self, token_ids: ListOf[int | None], now: float) -> None:
+        if self._pulls is not None:
+            num_tokens = sum(len(scheduled.token_ids) for _, scheduled in self._step)
+            self._pulls.costs.note_step(num_tokens, now - self._step_began_at)
+        super().complete(token_ids, now)
 
     def _after_chunk(self, sequence: PrefillSequence, token_id: int | None, now: float) -> None:
         sequence.note_chunk(now)
@@ -157,6 +209,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         self._emit(sequence.owner, first_token)
 
     def _on_transfer_end(self, sequence: PrefillSequence, result: TransferStats | BatonError, now: float) -> None:
+        self._stop_pulling(sequence)
         if sequence.status == SequenceStatus.RUNNING:
             self._running.remove(sequence)
         if isinstance(result, TransferStats):
@@ -175,7 +228,10 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         if sequence.given_up:
             return
         sequence.given_up, sequence.error = True, error
-        if sequence.status == SequenceStatus.RUNNING:
+        if sequence.is_pulling:
+            self._stop_pulling(sequence)
+            sequence.move_to(SequenceStatus.SENDING)
+        elif sequence.status == SequenceStatus.RUNNING:
             self._running.remove(sequence)
             sequence.move_to(SequenceStatus.SENDING)
         if sequence.outgoing is not None:
@@ -186,6 +242,17 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
 
     def _num_queued_tokens(self) -> int:
         return sum(s.num_uncomputed_tokens for s in self._waiting) + sum(s.num_uncomputed_tokens for s in self._running)
+
+
+def _sources_of(command: PrefillCommand) -> tuple[PullSource, ...]:
+    """Whom to ask for a prefix: the router's choice, then the decode worker, which knows best what it holds."""
+    target = command.target
+    if not target.pull_secret:
+        return command.pull_sources
+    return (
+        *command.pull_sources,
+        PullSource(target.address, target.worker, target.pull_secret, target.num_cached_tokens),
+    )
 
 
 def _ignore(_: int) -> None:

@@ -6,12 +6,13 @@ KV transfer ── TransferEvent ──┘                      (one a step)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
 from common.kvcache.prefix_cache import CacheChanges
 from common.logprobs import TokenLogprobs
-from common.rpc.worker_messages import LoadReport, SequenceSpec, Timings, TransferTarget
+from common.rpc.worker_messages import LoadReport, PullSource, SequenceSpec, Timings, TransferTarget
 from common.sampling_params import FinishReason
 from kv_transfer.types import Handoff, TransferStats
 
@@ -27,11 +28,14 @@ class ReserveCommand:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCommand:
-    """To a prefill engine: compute, send the KV to `target`, answer the first token."""
+    """To a prefill engine: compute, send the KV to `target`, answer the first token.
+
+    pull_sources: who may hold a longer prefix than this worker, most promising first."""
 
     owner: int
     spec: SequenceSpec
     target: TransferTarget
+    pull_sources: tuple[PullSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,27 @@ class TransferEnded:
     result: TransferStats | BatonError
 
 
-Command = ReserveCommand | PrefillCommand | AbortCommand | AbortOwnerCommand | DrainCommand
-TransferEvent = TransferCommitted | TransferFailed | TransferEnded
+@dataclass(frozen=True, slots=True)
+class LendCommand:
+    """Another worker asks for cached blocks, to be sent to `target`. answer: called once, thread-safe, with the number
+    of leading blocks that are on their way, or why none is. deadline: monotonic seconds, for the whole transfer."""
+
+    transfer_id: str
+    block_hashes: tuple[bytes, ...]
+    target: TransferTarget
+    deadline: float
+    answer: Callable[[int | BatonError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoanEnded:
+    """Nothing reads the blocks of that loan any more."""
+
+    transfer_id: str
+
+
+Command = ReserveCommand | PrefillCommand | AbortCommand | AbortOwnerCommand | DrainCommand | LendCommand
+TransferEvent = TransferCommitted | TransferFailed | TransferEnded | LoanEnded
 
 
 @dataclass(frozen=True, slots=True)

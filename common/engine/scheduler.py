@@ -14,6 +14,7 @@ from math import inf
 from typing import Final, Generic, TypeVar
 
 from common.engine.batch import ScheduledSequence
+from common.engine.loans import Loans, TransferOpener
 from common.engine.messages import (
     AbortCommand,
     AbortOwnerCommand,
@@ -22,6 +23,8 @@ from common.engine.messages import (
     EndedLeg,
     EngineNews,
     LegOutput,
+    LendCommand,
+    LoanEnded,
     OwnerNews,
     StepShape,
     TransferEvent,
@@ -67,6 +70,7 @@ class SequenceScheduler(ABC, Generic[S]):
         self._pool = pool
         self._cache = cache
         self._sequences: dict[str, S] = {}
+        self._loans = Loans(pool, cache, config.block_size)
         self._next_arrival = 0
         self._draining = False
         # No sequence's deadline is earlier; it may be early itself, once its sequence has ended.
@@ -81,12 +85,16 @@ class SequenceScheduler(ABC, Generic[S]):
         self._num_preemptions_total = 0
         self._num_dropped_events_total = 0
 
+    def lend_by(self, sender: TransferOpener, post: Post) -> None:
+        """Cached blocks may be sent to workers that ask for them. Call before the engine starts."""
+        self._loans.attach(sender, post)
+
     # What the engine calls
 
     @property
     def num_open(self) -> int:
-        """Sequences that have not ended, blocks of which may still be in use."""
-        return len(self._sequences)
+        """Sequences and loans that have not ended, blocks of which may still be in use."""
+        return len(self._sequences) + len(self._loans)
 
     @property
     def earliest_deadline(self) -> float:
@@ -106,6 +114,11 @@ class SequenceScheduler(ABC, Generic[S]):
                     self._give_up(sequence, None, now)
             case DrainCommand():
                 self._draining = True
+            case LendCommand():
+                self._loans.lend(item, now)
+            case LoanEnded():
+                if not self._loans.end(item):
+                    self._drop()
             case _:
                 self._handle_own(item, now)
 
@@ -146,6 +159,7 @@ class SequenceScheduler(ABC, Generic[S]):
         self._draining = True
         for sequence in list(self._sequences.values()):
             self._give_up(sequence, error, now)
+        self._loans.abort_all()
 
     def take_news(self, step_s: float | None) -> EngineNews | None:
         """What happened since the last call, None where nothing did."""
@@ -161,6 +175,7 @@ class SequenceScheduler(ABC, Generic[S]):
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises RuntimeError naming the first fault."""
         held = Counter(b for s in self._sequences.values() for b in s.block_table.block_ids)
+        held.update(self._loans.pinned_block_ids())
         self._pool.check_integrity(held)
         self._cache.check_integrity()
         for sequence in self._sequences.values():

@@ -39,7 +39,7 @@ class SequenceStatus(StrEnum):
 _S = SequenceStatus
 LEGAL_MOVES: Final[dict[SequenceStatus, frozenset[SequenceStatus]]] = {
     _S.WAITING: frozenset({_S.RECEIVING, _S.RUNNING, _S.FINISHED}),
-    _S.RECEIVING: frozenset({_S.RUNNING, _S.FINISHED}),
+    _S.RECEIVING: frozenset({_S.RUNNING, _S.SENDING, _S.FINISHED}),
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.SENDING, _S.FINISHED}),
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED}),
     _S.SENDING: frozenset({_S.FINISHED}),

@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from baton.common.v1 import common_pb2
 from baton.worker.v1 import worker_pb2
 from common.logprobs import TokenLogprobs
-from common.rpc.worker_messages import Fork, LoadReport, SequenceSpec, Timings, TransferTarget, WorkerIdentity
+from common.rpc.worker_messages import (
+    Fork,
+    LoadReport,
+    PullSource,
+    SequenceSpec,
+    Timings,
+    TransferTarget,
+    WorkerIdentity,
+)
 from common.sampling_params import SamplingParams
 
 
@@ -86,12 +94,28 @@ def target_to_proto(target: TransferTarget) -> worker_pb2.TransferTarget:
         epoch=target.worker.epoch,
         secret=target.secret,
         num_cached_tokens=target.num_cached_tokens,
+        pull_secret=target.pull_secret,
     )
 
 
 def target_from_proto(target: worker_pb2.TransferTarget) -> TransferTarget:
     worker = WorkerIdentity(target.worker_id, target.epoch)
-    return TransferTarget(target.address, worker, target.secret, target.num_cached_tokens)
+    return TransferTarget(target.address, worker, target.secret, target.num_cached_tokens, target.pull_secret)
+
+
+def source_to_proto(source: PullSource) -> worker_pb2.PullSource:
+    return worker_pb2.PullSource(
+        address=source.address,
+        worker_id=source.worker.worker_id,
+        epoch=source.worker.epoch,
+        secret=source.secret,
+        num_tokens=source.num_tokens,
+    )
+
+
+def source_from_proto(source: worker_pb2.PullSource) -> PullSource:
+    worker = WorkerIdentity(source.worker_id, source.epoch)
+    return PullSource(source.address, worker, source.secret, source.num_tokens)
 
 
 def timings_to_proto(timings: Timings) -> worker_pb2.Timings:

@@ -59,13 +59,25 @@ class TransferTarget:
     """Where a reservation waits; the router only passes it from decode to prefill. address: host:port.
 
     secret: 16 random bytes, the proof that the bearer was given this reservation. num_cached_tokens: leading ones that
-    need not be sent.
+    need not be sent. pull_secret: for asking that worker for them (PullSource); empty: it lends nothing.
     """
 
     address: str
     worker: WorkerIdentity
     secret: bytes
     num_cached_tokens: int
+    pull_secret: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PullSource:
+    """A worker that may be asked for a prefix. address: host:port of its TransferService. secret: that worker's own.
+    num_tokens: leading ones that it is thought to hold."""
+
+    address: str
+    worker: WorkerIdentity
+    secret: bytes
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ _GRPC_OPTIONS: Final = {
 }
 
 
+PULL_SECRET_BYTES: Final = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """server: bound, not started. metrics_registry: what metrics_server serves already."""
@@ -71,5 +74,6 @@ async def bind(settings: Settings, role: Role, loaded: LoadedModel) -> Binding:
         block_size=layout.block_size,
         num_blocks=loaded.kv_cache.num_blocks,
         max_model_len=loaded.max_model_len,
+        pull_secret=secrets.token_bytes(PULL_SECRET_BYTES),
     )
     return Binding(settings, info, server, registry, metrics_server)

@@ -17,6 +17,7 @@ from common.engine.messages import (
 from common.rpc.convert import error_to_proto, finish_reason_to_proto
 from common.rpc.worker_convert import (
     logprobs_to_proto,
+    source_from_proto,
     spec_from_proto,
     target_from_proto,
     target_to_proto,
@@ -24,6 +25,8 @@ from common.rpc.worker_convert import (
 )
 from common.worker.info import WorkerInfo
 
+# More would not be asked before computing is done.
+MAX_PULL_SOURCES: Final = 4
 _ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
@@ -38,7 +41,8 @@ def command_from_proto(
             return ReserveCommand(owner, spec, frame.reserve.prefill_here)
         case "prefill":
             spec = spec_from_proto(frame.prefill.spec, now, max_timeout_s)
-            return PrefillCommand(owner, spec, target_from_proto(frame.prefill.target))
+            sources = tuple(map(source_from_proto, frame.prefill.pull_sources[:MAX_PULL_SOURCES]))
+            return PrefillCommand(owner, spec, target_from_proto(frame.prefill.target), sources)
         case "abort":
             return AbortCommand(owner, frame.abort.transfer_id)
         case _:

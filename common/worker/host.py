@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,7 +56,7 @@ class WorkerParts:
     runner: Runner
     inbox: Inbox
     services: tuple[str, ...]
-    transfer_metrics: Collector
+    transfer_metrics: Sequence[Collector]
     close_transfers: Callable[[], Awaitable[None]]
 
 

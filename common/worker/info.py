@@ -10,7 +10,10 @@ from common.registry import Role, WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One incarnation. num_blocks, block_size: of its KV pool. metrics_url: empty if it has none."""
+    """One incarnation. num_blocks, block_size: of its KV pool. metrics_url: empty if it has none.
+
+    pull_secret: who shows it may ask this worker for cached blocks; told to routers only, through the registry.
+    """
 
     worker_id: str
     epoch: str
@@ -23,6 +26,7 @@ class WorkerInfo:
     block_size: int
     num_blocks: int
     max_model_len: int
+    pull_secret: bytes = b""
 
     def record(self, *, draining: bool) -> WorkerRecord:
         return WorkerRecord(
@@ -38,6 +42,7 @@ class WorkerInfo:
             max_model_len=self.max_model_len,
             metrics_url=self.metrics_url,
             draining=draining,
+            pull_secret=self.pull_secret.hex(),
         )
 
 

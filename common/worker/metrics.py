@@ -32,12 +32,13 @@ HANDED_OVER: Final = "handed_over"
 
 
 class WorkerMetrics:
-    """Registers in `registry`. transfers: the collector of this worker's side of the KV transfers."""
+    """Registers in `registry`. transfers: the collectors of this worker's side of the KV transfers."""
 
-    def __init__(self, registry: CollectorRegistry, info: WorkerInfo, transfers: Collector) -> None:
+    def __init__(self, registry: CollectorRegistry, info: WorkerInfo, transfers: Iterable[Collector]) -> None:
         self._load = LoadReport(num_free_blocks=info.num_blocks, num_blocks=info.num_blocks)
         registry.register(_StateCollector(info.role, lambda: self._load))
-        registry.register(transfers)
+        for collector in transfers:
+            registry.register(collector)
         self._steps = _StepMetrics(registry, info.role)
         self._legs = _LegMetrics(registry, info.role)
         _set_info(registry, info)

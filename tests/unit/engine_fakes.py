@@ -16,8 +16,9 @@ from common.engine.scheduler import SchedulerConfig
 from common.errors import BatonError
 from common.kvcache.block_hash import hash_seed
 from common.kvcache.block_pool import BlockPool
-from common.rpc.worker_messages import SequenceSpec
+from common.rpc.worker_messages import PullSource, SequenceSpec
 from common.sampling_params import FinishReason, SamplingParams
+from common.transfer_cost import CostEstimator
 from kv_transfer.types import (
     Handoff,
     ReceiverCallbacks,
@@ -148,6 +149,74 @@ class FakeReceiver:
 
 
 @dataclass
+class FakePull:
+    source: PullSource
+    block_hashes: list[bytes]
+    block_ids: list[int]
+    num_held_tokens: int
+    callbacks: ReceiverCallbacks
+    timeout_s: float
+
+
+class FakePuller:
+    """Implements PrefixPuller; the test plays the owner of the prefix."""
+
+    def __init__(self, kv: FakeKv) -> None:
+        self.kv = kv
+        self.open: dict[str, FakePull] = {}
+        self.released: dict[str, FakePull] = {}
+        self.refuse: BatonError | None = None
+
+    def pull(
+        self,
+        transfer_id: str,
+        source: PullSource,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        num_held_tokens: int,
+        callbacks: ReceiverCallbacks,
+        timeout_s: float,
+    ) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        assert len(block_hashes) == len(block_ids) > 0
+        assert transfer_id not in self.open
+        self.open[transfer_id] = FakePull(
+            source, list(block_hashes), list(block_ids), num_held_tokens, callbacks, timeout_s
+        )
+
+    def release(self, transfer_id: str) -> None:
+        if (pull := self.open.pop(transfer_id, None)) is not None:
+            self.released[transfer_id] = pull
+
+    def spoil(self, transfer_id: str) -> None:
+        """A piece lands that will not be verified."""
+        pull = self.open[transfer_id]
+        self.kv.write(pull.block_ids, 0, [-1] * (len(pull.block_ids) * self.kv.block_size))
+
+    def commit(self, transfer_id: str, token_ids: Sequence[int], num_blocks: int | None = None) -> None:
+        """The KV of the first num_blocks asked for (all, if left out) arrives, verified. token_ids: the prompt."""
+        pull = self.open.pop(transfer_id)
+        count = len(pull.block_ids) if num_blocks is None else num_blocks
+        end = pull.num_held_tokens + count * self.kv.block_size
+        self.kv.write(pull.block_ids, 0, token_ids[pull.num_held_tokens : end])
+        pull.callbacks.on_commit(Handoff(end, 0), STATS)
+
+    def fail(self, transfer_id: str, error: BatonError) -> None:
+        self.open.pop(transfer_id).callbacks.on_fail(error)
+
+
+class EagerCosts(CostEstimator):
+    """Whatever can be pulled is."""
+
+    def is_worth_pulling(self, num_tokens: int, token_bytes: int) -> bool:
+        return num_tokens > 0
+
+    def patience_s(self, num_tokens: int) -> float:
+        return 3.0
+
+
+@dataclass
 class FakeTransfer:
     """Implements OutgoingTransfer; the test decides when it gathers and ends."""
 
@@ -246,8 +315,14 @@ def reserve(spec: SequenceSpec, *, owner: int = 1, prefill_here: bool = False) -
     return ReserveCommand(owner, spec, prefill_here)
 
 
-def prefill(spec: SequenceSpec, *, owner: int = 1, num_cached_tokens: int = 0) -> PrefillCommand:
-    return PrefillCommand(owner, spec, make_target(num_cached_tokens))
+def prefill(
+    spec: SequenceSpec, *, owner: int = 1, num_cached_tokens: int = 0, sources: tuple[PullSource, ...] = ()
+) -> PrefillCommand:
+    return PrefillCommand(owner, spec, make_target(num_cached_tokens), sources)
+
+
+def make_source(num_tokens: int, name: str = "p9") -> PullSource:
+    return PullSource("127.0.0.1:9", WorkerIdentity(name, "e9"), b"p" * 16, num_tokens)
 
 
 @dataclass

@@ -28,7 +28,7 @@ class Page:
         info = WorkerInfo("w", "e", role, "127.0.0.1:1", "", "m", "f", "float32", 16, 100, 512)
         collector = SenderCollector(lambda: sender or SENDER, 8) if role == "prefill" else ReceiverCollector(receiver)
         self.registry = CollectorRegistry()
-        self.metrics = WorkerMetrics(self.registry, info, collector)
+        self.metrics = WorkerMetrics(self.registry, info, [collector])
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(name, labels)

@@ -20,10 +20,13 @@ from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import PrefixCache
 from common.sampling_params import FinishReason
 from kv_transfer.types import Handoff
+from prefill_service.pulls import Pulls
 from prefill_service.scheduler import PrefillScheduler
 from tests.unit.engine_fakes import (
     STATS,
+    EagerCosts,
     FakeKv,
+    FakePuller,
     FakeRunner,
     FakeSender,
     FakeTransfer,
@@ -46,7 +49,10 @@ class Prefill:
         self.runner = FakeRunner(self.kv, self.pool)
         self.sender = FakeSender(self.kv)
         self.inbox: list[TransferEvent] = []
-        self.scheduler = PrefillScheduler(self.config, self.pool, self.cache, self.sender, self.inbox.append)
+        self.puller = FakePuller(self.kv)
+        pulls = Pulls(self.puller, EagerCosts(), self.config.block_size, 1000, self.inbox.append)
+        self.scheduler = PrefillScheduler(self.config, self.pool, self.cache, self.sender, self.inbox.append, pulls)
+        self.scheduler.lend_by(self.sender, self.inbox.append)
         self.now = 0.0
         self.legs: dict[str, Leg] = {}
         self.news: EngineNews | None = None
@@ -61,7 +67,7 @@ class Prefill:
         scheduled = self.scheduler.schedule(self.now)
         num_tokens = sum(len(s.token_ids) for s in scheduled)
         assert num_tokens <= self.config.chunk_budget_tokens
-        assert len(self.scheduler._running) <= self.config.max_running
+        assert len(self.scheduler._running) + self.scheduler._num_pulling <= self.config.max_running
         if scheduled:
             try:
                 tokens = self.runner.execute(scheduled)

@@ -1,4 +1,5 @@
-"""Whatever happens in whatever order on a prefill worker: no block leaks or is overwritten while it is being sent."""
+"""Whatever happens in whatever order on a prefill worker: no block leaks, or is overwritten while it is being sent,
+lent or pulled into; and a pull that comes late, in part or not at all changes no token."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.engine.messages import AbortCommand
+from common.engine.messages import AbortCommand, LendCommand
 from common.errors import BatonError, ErrorKind
+from common.kvcache.block_hash import chain_hashes
 from common.rpc.worker_messages import SequenceSpec
-from tests.unit.engine_fakes import STATS, make_spec, next_token, prefill
+from tests.unit.engine_fakes import SEED, STATS, make_source, make_spec, make_target, next_token, prefill
 from tests.unit.test_prefill_scheduler import Prefill
 
 NUM_BLOCKS = 10
@@ -30,6 +32,7 @@ class PrefillMachine(RuleBasedStateMachine):
             max_waiting=4,
         )
         self.specs: dict[str, SequenceSpec] = {}
+        self.loans: dict[str, tuple[list[int], list[int | BatonError]]] = {}
         self.disturbed: set[str] = set()
 
     @rule(
@@ -39,8 +42,9 @@ class PrefillMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 3),
         cached_blocks=st.integers(0, 8),
         patient=st.booleans(),
+        pullable=st.sampled_from([0, 0, 7, 40]),
     )
-    def arrive(self, stem, length, fork, max_tokens, cached_blocks, patient) -> None:
+    def arrive(self, stem, length, fork, max_tokens, cached_blocks, patient, pullable) -> None:
         name = f"t{len(self.specs)}"
         tokens = [stem if i < fork else 3 + len(self.specs) % 4 for i in range(length)]
         deadline = 1e9 if patient else self.p.now + 6.0
@@ -48,10 +52,57 @@ class PrefillMachine(RuleBasedStateMachine):
         if not patient:
             self.disturbed.add(name)
         cached = min(cached_blocks * BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)
-        self.p.round(prefill(self.specs[name], num_cached_tokens=cached))
+        sources = (make_source(pullable),) if pullable else ()
+        self.p.round(prefill(self.specs[name], num_cached_tokens=cached, sources=sources))
 
     def open_transfers(self) -> list[str]:
-        return sorted(name for name, t in self.p.sender.transfers.items() if not t.ended)
+        return sorted(name for name, t in self.p.sender.transfers.items() if not t.ended and name in self.specs)
+
+    def open_loans(self) -> list[str]:
+        return sorted(name for name, t in self.p.sender.transfers.items() if not t.ended and name not in self.specs)
+
+    @precondition(lambda self: self.p.puller.open)
+    @rule(data=st.data(), how=st.sampled_from(["all", "one block", "spoiled", "late"]))
+    def a_pull_ends(self, data: st.DataObject, how: str) -> None:
+        pull = data.draw(st.sampled_from(sorted(self.p.puller.open)))
+        if how in ("all", "one block"):
+            tokens = self.specs[pull.removesuffix("~pull")].token_ids
+            self.p.puller.commit(pull, tokens, 1 if how == "one block" else None)
+            return
+        if how == "spoiled":
+            self.p.puller.spoil(pull)
+        kind = ErrorKind.CORRUPT_KV if how == "spoiled" else ErrorKind.DEADLINE_EXCEEDED
+        self.p.puller.fail(pull, BatonError(kind, how))
+
+    @precondition(lambda self: self.p.puller.open)
+    @rule(data=st.data())
+    def a_piece_of_a_pull_lands(self, data: st.DataObject) -> None:
+        self.p.puller.spoil(data.draw(st.sampled_from(sorted(self.p.puller.open))))
+
+    @precondition(lambda self: self.specs)
+    @rule(data=st.data())
+    def another_worker_asks_for_a_prefix(self, data: st.DataObject) -> None:
+        spec = self.specs[data.draw(st.sampled_from(sorted(self.specs)))]
+        hashes = tuple(chain_hashes(SEED, spec.token_ids, BLOCK_SIZE)) or (bytes(16),)
+        loan = f"loan{len(self.loans)}"
+        answers: list[int | BatonError] = []
+        self.loans[loan] = (list(spec.token_ids), answers)
+        self.p.round(LendCommand(loan, hashes, make_target(), 1e9, answers.append))
+        assert len(answers) == 1
+        assert isinstance(answers[0], BatonError) == (loan not in self.p.sender.transfers)
+
+    @precondition(lambda self: self.open_loans())
+    @rule(data=st.data())
+    def a_loan_ends(self, data: st.DataObject) -> None:
+        self._end_loan(data.draw(st.sampled_from(self.open_loans())))
+
+    def _end_loan(self, loan: str) -> None:
+        transfer, (tokens, answers) = self.p.transfer(loan), self.loans[loan]
+        transfer.gather()
+        sent = [t for block in transfer.gathered for t in block]
+        assert sent == tokens[: len(sent)], "foreign KV was lent"
+        assert len(transfer.gathered) == answers[0]
+        transfer.end(STATS)
 
     @precondition(lambda self: self.open_transfers())
     @rule(data=st.data())
@@ -116,6 +167,10 @@ class PrefillMachine(RuleBasedStateMachine):
         if not hasattr(self, "p"):
             return
         for _ in range(2000):
+            for loan in self.open_loans():
+                self._end_loan(loan)
+            for pull in sorted(self.p.puller.open):
+                self.p.puller.fail(pull, BatonError(ErrorKind.DEADLINE_EXCEEDED, "too slow"))
             for name in self.open_transfers():
                 transfer = self.p.transfer(name)
                 if transfer.aborted:

@@ -20,6 +20,102 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class PullTarget(_message.Message):
+    """Where the caller of Pull waits for the blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    worker_id: _builtins.str
+    epoch: _builtins.str
+    secret: _builtins.bytes
+    """Of its reservation."""
+    num_cached_tokens: _builtins.int
+    """Tokens before the first block asked for."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        num_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullTarget: _TypeAlias = PullTarget  # noqa: Y015
+
+@_typing.final
+class PullRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    epoch: _builtins.str
+    """Epoch of the worker that is meant."""
+    secret: _builtins.bytes
+    """Of that worker; routers tell it to those whom they send."""
+    hashes: _builtins.bytes
+    """16 bytes a block, in order."""
+    block_size: _builtins.int
+    timeout_ms: _builtins.int
+    @_builtins.property
+    def target(self) -> Global___PullTarget: ...
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+        block_size: _builtins.int = ...,
+        target: Global___PullTarget | None = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "hashes", b"hashes", "secret", b"secret", "target", b"target", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class PullResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Leading blocks of those asked for; at least one."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+
+@_typing.final
 class KvFormat(_message.Message):
     """Compared; what the receiver can't take is refused with both values named.
     Blocks of another size are reshaped, and of more heads the receiver's taken.

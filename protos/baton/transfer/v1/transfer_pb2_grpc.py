@@ -57,6 +57,11 @@ class TransferServiceStub:
                 request_serializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.ChannelRequest.SerializeToString,
                 response_deserializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.ChannelResponse.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/baton.transfer.v1.TransferService/Pull',
+                request_serializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
+                response_deserializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.PullResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServiceServicer:
@@ -86,6 +91,15 @@ class TransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Asks a worker to send cached blocks of a prefix to the caller, who has
+        reserved room for them. The answer says how many are on their way, by a
+        Channel that the worker opens to the caller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +107,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.Channel,
                     request_deserializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.ChannelRequest.FromString,
                     response_serializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.ChannelResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.PullRequest.FromString,
+                    response_serializer=baton_dot_transfer_dot_v1_dot_transfer__pb2.PullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +159,33 @@ class TransferService:
             '/baton.transfer.v1.TransferService/Channel',
             baton_dot_transfer_dot_v1_dot_transfer__pb2.ChannelRequest.SerializeToString,
             baton_dot_transfer_dot_v1_dot_transfer__pb2.ChannelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.transfer.v1.TransferService/Pull',
+            baton_dot_transfer_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
+            baton_dot_transfer_dot_v1_dot_transfer__pb2.PullResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,11 @@ class TransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferServiceAsyncStub: ...
     Channel: _grpc.StreamStreamMultiCallable[_transfer_pb2.ChannelRequest, _transfer_pb2.ChannelResponse]
+    Pull: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]
+    """Asks a worker to send cached blocks of a prefix to the caller, who has
+    reserved room for them. The answer says how many are on their way, by a
+    Channel that the worker opens to the caller.
+    """
 
 @_typing.type_check_only
 class TransferServiceAsyncStub(TransferServiceStub):
@@ -77,6 +82,11 @@ class TransferServiceAsyncStub(TransferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Channel: _aio.StreamStreamMultiCallable[_transfer_pb2.ChannelRequest, _transfer_pb2.ChannelResponse]  # type: ignore[assignment]
+    Pull: _aio.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]  # type: ignore[assignment]
+    """Asks a worker to send cached blocks of a prefix to the caller, who has
+    reserved room for them. The answer says how many are on their way, by a
+    Channel that the worker opens to the caller.
+    """
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
     """Control of KV transfers, served by a decode worker, dialled by a prefill
@@ -105,5 +115,16 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_transfer_pb2.ChannelRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_pb2.ChannelResponse], _abc.AsyncIterator[_transfer_pb2.ChannelResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Pull(
+        self,
+        request: _transfer_pb2.PullRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.PullResponse, _abc.Awaitable[_transfer_pb2.PullResponse]]:
+        """Asks a worker to send cached blocks of a prefix to the caller, who has
+        reserved room for them. The answer says how many are on their way, by a
+        Channel that the worker opens to the caller.
+        """
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -320,6 +320,7 @@ class TransferTarget(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULL_SECRET_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port of the decode worker's TransferService."""
     worker_id: _builtins.str
@@ -328,6 +329,8 @@ class TransferTarget(_message.Message):
     """Proof that this reservation was granted to the bearer."""
     num_cached_tokens: _builtins.int
     """Leading tokens whose blocks the decode worker already holds: not sent."""
+    pull_secret: _builtins.bytes
+    """Set: the decode worker may be asked for these blocks (PullSource.secret)."""
     def __init__(
         self,
         *,
@@ -336,14 +339,51 @@ class TransferTarget(_message.Message):
         epoch: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         num_cached_tokens: _builtins.int = ...,
+        pull_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "pull_secret", b"pull_secret", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferTarget: _TypeAlias = TransferTarget  # noqa: Y015
+
+@_typing.final
+class PullSource(_message.Message):
+    """A worker that holds a prefix of the prompt, and may be asked for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of its TransferService."""
+    worker_id: _builtins.str
+    epoch: _builtins.str
+    secret: _builtins.bytes
+    """Of that worker: who shows it is served."""
+    num_tokens: _builtins.int
+    """Leading tokens of the prompt that it is thought to hold."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_tokens", b"num_tokens", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullSource: _TypeAlias = PullSource  # noqa: Y015
 
 @_typing.final
 class PrefillCommand(_message.Message):
@@ -353,19 +393,25 @@ class PrefillCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    PULL_SOURCES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> Global___SequenceSpec: ...
     @_builtins.property
     def target(self) -> Global___TransferTarget: ...
+    @_builtins.property
+    def pull_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullSource]:
+        """Most promising first. The worker pulls only what is cheaper so."""
+
     def __init__(
         self,
         *,
         spec: Global___SequenceSpec | None = ...,
         target: Global___TransferTarget | None = ...,
+        pull_sources: _abc.Iterable[Global___PullSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull_sources", b"pull_sources", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
