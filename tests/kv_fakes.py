@@ -29,6 +29,7 @@ from kv_transfer.transport.sockets import SocketsSettings, SocketsTransport
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_worker import UcxSettings
 from kv_transfer.types import Handoff, KvFormat, ReceiverCallbacks, TransferStats, TransferTarget, WorkerIdentity
+from tests.netns import enter
 
 SMALL = KvLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")  # 512 B a unit
 WAIT_S = 20.0
@@ -86,11 +87,11 @@ def num_threads_and_fds() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-def transport_of(kind: str) -> Transport:
-    """kind: "ucx", "ucx tcp" (no other lane), or "sockets"; all on loopback."""
+def transport_of(kind: str, devices: str = "lo", host: str = "127.0.0.1", advertise: str = "") -> Transport:
+    """kind: "ucx", "ucx tcp" (no other lane), or "sockets"."""
     if kind == "sockets":
-        return SocketsTransport(SocketsSettings())
-    return UcxTransport(UcxSettings(net_devices="lo", tls=kind.removeprefix("ucx").strip()))
+        return SocketsTransport(SocketsSettings(host, advertise))
+    return UcxTransport(UcxSettings(net_devices=devices, tls=kind.removeprefix("ucx").strip()))
 
 
 @dataclass
@@ -167,6 +168,11 @@ class DecodeOptions:
     lease_s: float = 2.0
     transport: str = "ucx"
     epoch: str = "epoch-1"
+    # A namespace to live in; what it listens on and what others dial there.
+    netns: str = ""
+    devices: str = "lo"
+    host: str = "127.0.0.1"
+    advertise: str = "127.0.0.1"
 
 
 @dataclass
@@ -234,19 +240,20 @@ def remote_decode(options: DecodeOptions = DecodeOptions()) -> Iterator[RemoteDe
 
 
 def _decode_main(pipe: Connection, options: DecodeOptions) -> None:
+    enter(options.netns)
     asyncio.run(_decode(pipe, options))
 
 
 async def _decode(pipe: Connection, options: DecodeOptions) -> None:
     loop = asyncio.get_running_loop()
     server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"{options.host}:0")
     before = num_threads_and_fds()
     end = _DecodeEnd(options)
     end.receiver.add_to_server(server)
     await end.receiver.start()
     await server.start()
-    await loop.run_in_executor(None, pipe.send, f"127.0.0.1:{port}")
+    await loop.run_in_executor(None, pipe.send, f"{options.advertise}:{port}")
     while True:
         method, args = await loop.run_in_executor(None, pipe.recv)
         if method == "stop":
@@ -269,7 +276,7 @@ class _DecodeEnd:
             self.store,
             kv_format(options.layout, options.fingerprint),
             WorkerIdentity("decode-0", options.epoch),
-            transport=transport_of(options.transport),
+            transport=transport_of(options.transport, options.devices, options.host, options.advertise),
             landing_slots=options.landing_slots,
             landing_slot_bytes=options.landing_slot_bytes,
             lease_s=options.lease_s,
