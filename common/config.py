@@ -68,7 +68,22 @@ class Settings(BaseModel):
     # KV memory and scheduling
     block_size: int = Field(16, ge=1, le=256, description="tokens a KV block")
     kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, description="bytes of KV cache a worker preallocates")
+    host_kv_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes of host memory for KV blocks that the pool evicts; 0: none. On CPUs a larger pool does more",
+    )
     prefill_budget_tokens: int = Field(2048, ge=16, description="most tokens a prefill step computes")
+    prefill_step_target_ms: float = Field(
+        500.0,
+        ge=0,
+        description="a prefill step shall take no longer: its tokens are cut to that; 0: only the bound above",
+    )
+    itl_target_ms: float = Field(
+        50.0,
+        ge=0,
+        description="a decode worker's step shall take no longer: chunks beside decodes are cut to that; 0: off",
+    )
     max_running: int = Field(64, ge=1, description="most sequences a worker runs at once")
     max_waiting: int = Field(
         1024, ge=1, description="most sequences a worker lets wait; most requests a router has in flight"
@@ -78,6 +93,10 @@ class Settings(BaseModel):
     )
     num_threads: int = Field(
         0, ge=0, le=256, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
+    )
+
+    check_when_idle: bool = Field(
+        False, description="recount all blocks whenever an engine has nothing to do; a fault ends the worker. For tests"
     )
 
     # transfer

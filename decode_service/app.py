@@ -9,7 +9,6 @@ from typing import Final
 from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
-from common.kvcache.prefix_cache import PrefixCache
 from common.rpc.worker_messages import WorkerIdentity
 from common.worker.binding import TRANSFER_SERVICE, bind
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
@@ -19,8 +18,8 @@ from decode_service.scheduler import DecodeScheduler
 from kv_transfer.build import make_receiver, make_sender, pull_slots
 from kv_transfer.metrics import PullCollector, ReceiverCollector
 
-# Prompt tokens that a step may compute beside the decodes, which wait for them: what one step costs the others.
-CHUNK_BUDGET_TOKENS: Final = 256
+# Prompt tokens that a step may compute beside the decodes, which wait for them: itl_target_ms says how many of these.
+MAX_CHUNK_TOKENS: Final = 1024
 
 
 async def run(settings: Settings) -> None:
@@ -35,10 +34,8 @@ async def serve(
     loaded: LoadedModel,
     stop: asyncio.Event,
     on_ready: OnReady | None = None,
-    *,
-    check_when_idle: bool = False,
 ) -> None:
-    """Until `stop` is set. on_ready: called once requests would be served. check_when_idle: for tests."""
+    """Until `stop` is set. on_ready: called once requests would be served."""
     binding = await bind(settings, "decode", loaded)
     try:
         info = binding.info
@@ -51,10 +48,12 @@ async def serve(
             receiver.add_to_server(binding.server.server, lender)
             await receiver.start()
             stack.push_async_callback(receiver.close)
-            config = loaded.scheduler_config(settings, min(settings.prefill_budget_tokens, CHUNK_BUDGET_TOKENS))
+            config = loaded.scheduler_config(
+                settings, min(settings.prefill_budget_tokens, MAX_CHUNK_TOKENS), settings.itl_target_ms
+            )
             secret = info.pull_secret if lends else b""
             scheduler = DecodeScheduler(
-                config, pool, PrefixCache(pool), receiver, info.grpc_address, identity, inbox.put, secret
+                config, pool, loaded.prefix_cache(pool), receiver, info.grpc_address, identity, inbox.put, secret
             )
             if lends:
                 sender = make_sender(settings, loaded.kv_cache, loaded.fmt, identity, pull_slots(settings))
@@ -72,6 +71,6 @@ async def serve(
                 ),
                 close_transfers=stack.aclose,
             )
-            await WorkerHost(binding, parts, check_when_idle=check_when_idle).serve(stop, on_ready)
+            await WorkerHost(binding, parts).serve(stop, on_ready)
     finally:
         await binding.close()

@@ -1,21 +1,23 @@
 """Continuous batching: sequences join and leave between steps; every running one gets a token a step.
 
     WAITING ──blocks set aside──► RECEIVING ──commit──► RUNNING ──────────► FINISHED
-    (FIFO)  └──prefill_here────────────────────────────►  │ ▲
+    (by class)└──prefill_here──────────────────────────►  │ ▲
                                         no block is free  ▼ │ blocks for all its tokens
                                                        PREEMPTED
 
-Order of claims on blocks: running sequences, oldest first; preempted ones, oldest first; then the FIFO, and not past
-its head. Preempted sequences are recomputed from their tokens, in chunks, with whatever their blocks left in the
-prefix cache; nothing is emitted twice. Decodes come first in a step; chunks share a budget of their own.
+Order of claims on blocks: running sequences; preempted ones; then those that wait, and not past their head; each by
+class, then by arrival. Only a more urgent newcomer goes before a preempted sequence, and not for ever. Blocks are given
+out only if those that run keep head-room, so that nobody gives way again at once. Preempted sequences get their KV from
+what is left of it in the pool's cache and in host memory; the rest is computed from their tokens; nothing is emitted
+twice. Decodes come first in a step; chunks share a budget of their own. docs/SCHEDULING.md has the formulas.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence as ListOf
-from operator import attrgetter
+from dataclasses import replace
 from typing import Protocol
 
 from common.engine.batch import ScheduledSequence
@@ -30,16 +32,33 @@ from common.engine.messages import (
 )
 from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
 from common.engine.sequence import SequenceStatus
+from common.engine.waiting_queue import WaitingQueue, note_overtaken
 from common.errors import BatonError, ErrorKind
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.block_table import num_blocks_for_tokens
-from common.kvcache.prefix_cache import PrefixCache
+from common.kvcache.prefix_cache import Allocation, PrefixCache
+from common.rpc.worker_messages import LoadReport
 from common.sampling_params import FinishReason
-from decode_service.policy import choose_victim, tokens_with_head_room
+from decode_service.policy import (
+    ADMIT_HORIZON_BLOCKS,
+    RESUME_HORIZON_BLOCKS,
+    head_room,
+    longest,
+    resume_rank,
+    run_rank,
+    tokens_to_reserve,
+)
+from decode_service.preemption import (
+    Holder,
+    Means,
+    VictimPolicy,
+    choose_victim,
+    is_worth_moving,
+    steps_until_free,
+)
+from decode_service.preemptor import Preemptor
 from decode_service.sequence import DecodeSequence
 from kv_transfer.types import Handoff, ReceiverCallbacks, TransferStats, TransferTarget, WorkerIdentity
-
-_by_arrival = attrgetter("arrival")
 
 
 class ReservationBook(Protocol):
@@ -63,7 +82,7 @@ class ReservationBook(Protocol):
 
 class DecodeScheduler(SequenceScheduler[DecodeSequence]):
     """address, identity: what a sender needs to find this worker. post: hands transfer events to the engine's inbox.
-    pull_secret: for those who may ask it for cached blocks."""
+    pull_secret: for those who may ask it for cached blocks. victim_policy: who gives way when blocks run out."""
 
     def __init__(
         self,
@@ -75,18 +94,21 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         identity: WorkerIdentity,
         post: Post,
         pull_secret: bytes = b"",
+        victim_policy: VictimPolicy = choose_victim,
     ) -> None:
         super().__init__(config, pool, cache)
+        self._preemptor = Preemptor(pool, cache, config.rates, config.block_size, victim_policy)
         self._receiver = receiver
         self._address = address
         self._identity = identity
         self._post = post
         self._pull_secret = pull_secret
-        self._waiting: deque[DecodeSequence] = deque()
-        self._num_receiving = 0
-        # Both in order of arrival.
+        self._waiting: WaitingQueue[DecodeSequence] = WaitingQueue()
+        self._receiving: dict[str, DecodeSequence] = {}
+        # In the order of their claims.
         self._running: list[DecodeSequence] = []
         self._preempted: list[DecodeSequence] = []
+        self._num_offered_total = 0
 
     def _handle_own(self, item: Command | TransferEvent, now: float) -> None:
         match item:
@@ -94,7 +116,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
                 sequence = self._accept(item.spec, item.owner, now, DecodeSequence)
                 if sequence is not None:
                     sequence.prefill_here = item.prefill_here
-                    self._waiting.append(sequence)
+                    self._waiting.push(sequence)
             case TransferCommitted() | TransferFailed():
                 sequence = self._sequences.get(item.transfer_id)
                 if sequence is None or sequence.arrival != item.arrival or sequence.status != SequenceStatus.RECEIVING:
@@ -112,7 +134,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         self._grow()
         self._resume()
         self._admit(now)
-        chunk_budget = self._config.chunk_budget_tokens
+        chunk_budget = self._budget.tokens
         decodes, chunks = [], []
         for sequence in self._running:
             if sequence.num_uncomputed_tokens == 1:
@@ -124,49 +146,78 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         return decodes + chunks
 
     def _grow(self) -> None:
-        """A slot for every running sequence's next token, the oldest first; preempts where there is none."""
+        """A slot for every running sequence's next token, the strongest claim first; preempts where there is none."""
         for sequence in list(self._running):
             if sequence.status != SequenceStatus.RUNNING:
-                continue  # preempted for an older one
+                continue  # preempted for another
             while num_missing := sequence.block_table.num_missing(sequence.num_tokens):
                 block_ids = self._pool.allocate(num_missing)
                 if block_ids is not None:
                     sequence.block_table.append(block_ids)
                     break
-                victim = choose_victim(self._running)
-                self._preempt(victim)
+                victim, means = self._preemptor.choose(self._running, self._head_room(RESUME_HORIZON_BLOCKS))
+                self._preempt(victim, means)
                 if victim is sequence:
                     break
 
-    def _preempt(self, sequence: DecodeSequence) -> None:
+    def _preempt(self, sequence: DecodeSequence, means: Means) -> None:
         """Its full blocks stay in the prefix cache as long as nobody needs the room; its tokens stay with it."""
         self._changed = True
+        loss_ns = self._preemptor.loss_ns(sequence)
+        if means is Means.SWAP:
+            self._preemptor.swap_out(sequence)
         self._running.remove(sequence)
         sequence.move_to(SequenceStatus.PREEMPTED)
         self._release_blocks(sequence)
         sequence.num_computed_tokens = 0
-        insort(self._preempted, sequence, key=_by_arrival)
+        sequence.num_preemptions += 1
+        insort(self._preempted, sequence, key=resume_rank)
         self._num_preemptions_total += 1
+        self._offer(sequence, loss_ns)
+
+    def _offer(self, sequence: DecodeSequence, loss_ns: int) -> None:
+        """Where waiting for blocks here is dearer than going on elsewhere, its router is told that it may move it."""
+        if sequence.decode_started_at is None:
+            return
+        max_model_len, block_size = self._config.max_model_len, self._config.block_size
+        num_tokens = tokens_to_reserve(sequence, max_model_len, RESUME_HORIZON_BLOCKS)
+        num_blocks = num_blocks_for_tokens(num_tokens, block_size)
+        holders = [
+            Holder(len(s.block_table), longest(s, max_model_len) + 1 - s.num_tokens)
+            for s in (*self._running, *self._receiving.values())
+        ]
+        num_needed = num_blocks + self._head_room(RESUME_HORIZON_BLOCKS)
+        stay_steps = steps_until_free(num_needed, self._pool.num_free, holders, block_size)
+        if is_worth_moving(sequence.num_tokens, stay_steps, loss_ns, num_blocks, self._config.rates):
+            self._num_offered_total += 1
+            offer = LegOutput(sequence.transfer_id, sequence.num_output_tokens, num_wanted_blocks=num_blocks)
+            self._emit(sequence.owner, offer)
 
     def _resume(self) -> None:
         while self._preempted and self._has_room_to_run():
             sequence = self._preempted[0]
-            if not self._reserve_blocks(sequence, to_compute_here=True):
+            if self._reserve_blocks(sequence, RESUME_HORIZON_BLOCKS, to_compute_here=True) is None:
                 return
             self._changed = True
             del self._preempted[0]
+            self._preemptor.let_go(sequence)
             self._run(sequence)
 
     def _admit(self, now: float) -> None:
-        """New sequences, unless a preempted one still waits for blocks that they would take from it."""
-        while self._waiting and not self._preempted and self._has_room_to_run():
-            sequence = self._waiting[0]
-            if not self._reserve_blocks(sequence, to_compute_here=sequence.prefill_here):
+        """New sequences, unless a preempted one of the same claim waits for blocks that they would take from it."""
+        while self._waiting and self._has_room_to_run():
+            sequence = self._waiting.head
+            if self._preempted and resume_rank(self._preempted[0]) < resume_rank(sequence):
+                return
+            taken = self._reserve_blocks(sequence, ADMIT_HORIZON_BLOCKS, to_compute_here=sequence.prefill_here)
+            if taken is None:
                 return
             self._changed = True
-            self._waiting.popleft()
+            self._waiting.pop()
+            if note_overtaken(sequence, self._preempted):
+                self._preempted.sort(key=resume_rank)
             sequence.started_at = now
-            self._count_prefix_hits(sequence)
+            self._count_prefix_hits(sequence, taken)
             if sequence.prefill_here:
                 self._run(sequence)
             else:
@@ -174,17 +225,25 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
 
     def _has_room_to_run(self) -> bool:
         """A sequence whose KV is on the way counts: at its commit it runs at once."""
-        return len(self._running) + self._num_receiving < self._config.max_running
+        return len(self._running) + len(self._receiving) < self._config.max_running
 
-    def _reserve_blocks(self, sequence: DecodeSequence, *, to_compute_here: bool) -> bool:
+    def _head_room(self, horizon_blocks: int) -> int:
+        """Blocks that those who run, or will at their commit, will ask for within the horizon."""
+        active = (*self._running, *self._receiving.values())
+        return head_room(active, self._config.max_model_len, horizon_blocks)
+
+    def _reserve_blocks(
+        self, sequence: DecodeSequence, horizon_blocks: int, *, to_compute_here: bool
+    ) -> Allocation | None:
         """What is computed here leaves the last token to compute, for its logits; a sender samples from it instead."""
         num_reusable_tokens = sequence.num_tokens - 1 if to_compute_here else sequence.num_tokens
-        num_tokens = tokens_with_head_room(sequence, self._config.max_model_len)
-        return self._take_blocks(sequence, num_reusable_tokens // self._config.block_size, num_tokens)
+        num_tokens = tokens_to_reserve(sequence, self._config.max_model_len, horizon_blocks)
+        num_reusable_blocks = num_reusable_tokens // self._config.block_size
+        return self._take_blocks(sequence, num_reusable_blocks, num_tokens, self._head_room(horizon_blocks))
 
     def _run(self, sequence: DecodeSequence) -> None:
         sequence.move_to(SequenceStatus.RUNNING)
-        insort(self._running, sequence, key=_by_arrival)
+        insort(self._running, sequence, key=run_rank)
 
     def _after_chunk(self, sequence: DecodeSequence, token_id: int | None, now: float) -> None:
         if token_id is None:
@@ -224,7 +283,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
             self._end(sequence, now, error=error)
             return
         sequence.move_to(SequenceStatus.RECEIVING)
-        self._num_receiving += 1
+        self._receiving[transfer_id] = sequence
         target = TransferTarget(self._address, self._identity, secret, num_cached, self._pull_secret)
         self._news_of(sequence.owner).reservations.append(Reservation(transfer_id, target))
 
@@ -234,7 +293,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
             message = f"the sender committed {handoff.num_computed_tokens} tokens of {sequence.num_tokens}"
             self._give_up(sequence, BatonError(ErrorKind.CORRUPT_KV, message), now)
             return
-        self._num_receiving -= 1
+        del self._receiving[sequence.transfer_id]
         sequence.note_transfer(stats)
         self._advance(sequence, sequence.num_uncomputed_tokens)
         sequence.token_ids.append(handoff.first_token_id)
@@ -251,12 +310,20 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
                 self._waiting.remove(sequence)
             case SequenceStatus.RECEIVING:
                 self._receiver.release(sequence.transfer_id)
-                self._num_receiving -= 1
+                del self._receiving[sequence.transfer_id]
             case SequenceStatus.RUNNING:
                 self._running.remove(sequence)
             case SequenceStatus.PREEMPTED:
                 self._preempted.remove(sequence)
+                self._preemptor.let_go(sequence)
         self._end(sequence, now, finish_reason=None if error else FinishReason.ABORT, error=error)
+
+    def _pins(self) -> Counter[bytes]:
+        return self._preemptor.pins(self._preempted)
+
+    def _load_report(self) -> LoadReport:
+        swapped, offered = self._preemptor.num_swapped_total, self._num_offered_total
+        return replace(super()._load_report(), num_swapped_total=swapped, num_offered_total=offered)
 
     def _num_waiting(self) -> int:
         return len(self._waiting) + len(self._preempted)

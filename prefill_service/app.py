@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
-from common.kvcache.prefix_cache import PrefixCache
 from common.rpc.worker_messages import WorkerIdentity
 from common.transfer_cost import CostEstimator
 from common.worker.binding import TRANSFER_SERVICE, Binding, bind
@@ -37,10 +36,8 @@ async def serve(
     loaded: LoadedModel,
     stop: asyncio.Event,
     on_ready: OnReady | None = None,
-    *,
-    check_when_idle: bool = False,
 ) -> None:
-    """Until `stop` is set. on_ready: called once requests would be served. check_when_idle: for tests."""
+    """Until `stop` is set. on_ready: called once requests would be served."""
     binding = await bind(settings, "prefill", loaded)
     try:
         info = binding.info
@@ -50,13 +47,13 @@ async def serve(
             await sender.start()
             stack.push_async_callback(sender.close)
             pool, inbox = BlockPool(loaded.kv_cache.num_blocks), Inbox()
-            config = loaded.scheduler_config(settings, settings.prefill_budget_tokens)
+            config = loaded.scheduler_config(settings, settings.prefill_budget_tokens, settings.prefill_step_target_ms)
             pulling = None
             if settings.pull_prefixes == "auto":
                 pulling = await _Pulling.start(settings, loaded, binding, identity, inbox)
                 stack.push_async_callback(pulling.close)
             pulls = pulling.pulls if pulling else None
-            scheduler = PrefillScheduler(config, pool, PrefixCache(pool), sender, inbox.put, pulls)
+            scheduler = PrefillScheduler(config, pool, loaded.prefix_cache(pool), sender, inbox.put, pulls)
             scheduler.lend_by(sender, inbox.put)
             parts = WorkerParts(
                 scheduler=scheduler,
@@ -69,7 +66,7 @@ async def serve(
                 ),
                 close_transfers=stack.aclose,
             )
-            await WorkerHost(binding, parts, check_when_idle=check_when_idle).serve(stop, on_ready)
+            await WorkerHost(binding, parts).serve(stop, on_ready)
     finally:
         await binding.close()
 

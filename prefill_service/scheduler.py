@@ -1,17 +1,16 @@
 """Iteration-level batching of prompts, with chunked prefill under a token budget.
 
     WAITING ──blocks for the whole prompt──► RUNNING ──last chunk──► SENDING ──transfer ended──► FINISHED
-    (FIFO)      transfer opened              a chunk a step;           first token is out,
+    (by class)  transfer opened              a chunk a step;           first token is out,
                                              final blocks pushed       KV committed
 
-A step takes chunks in order of arrival until the budget is spent; only the last of them is cut. A cached prefix is
+A step takes chunks in order of admission until the budget is spent; only the last of them is cut. A cached prefix is
 reused up to, but never including, the prompt's last token, whose logits are needed: so no block that is written to is
 ever shared. Blocks that the decode side holds are computed or matched here, but not sent.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as ListOf
 
 from common.engine.batch import ScheduledSequence
@@ -27,6 +26,7 @@ from common.engine.messages import (
 )
 from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
 from common.engine.sequence import SequenceStatus
+from common.engine.waiting_queue import WaitingQueue
 from common.errors import BatonError
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.block_table import num_blocks_for_tokens
@@ -56,8 +56,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         self._post = post
         self._pulls = pulls
         self._num_pulling = 0
-        self._step_began_at = 0.0
-        self._waiting: deque[PrefillSequence] = deque()
+        self._waiting: WaitingQueue[PrefillSequence] = WaitingQueue()
         self._running: list[PrefillSequence] = []
 
     def _handle_own(self, item: Command | TransferEvent, now: float) -> None:
@@ -67,7 +66,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
                 if sequence is not None:
                     sequence.target = item.target
                     sequence.pull_sources = _sources_of(item)
-                    self._waiting.append(sequence)
+                    self._waiting.push(sequence)
             case TransferEnded():
                 sequence = self._sequences.get(item.transfer_id)
                 if sequence is None or sequence.arrival != item.arrival:
@@ -86,8 +85,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
                 self._drop()
 
     def _plan_step(self, now: float) -> list[tuple[PrefillSequence, ScheduledSequence]]:
-        budget = self._config.chunk_budget_tokens
-        self._step_began_at = now
+        budget = self._budget.tokens
         step = []
         for sequence in self._running:
             if budget == 0:
@@ -96,10 +94,10 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             budget -= len(scheduled.token_ids)
             step.append((sequence, scheduled))
         while budget and self._waiting and len(self._running) + self._num_pulling < self._config.max_running:
-            sequence = self._waiting[0]
+            sequence = self._waiting.head
             if not self._reserve_blocks(sequence):
                 break
-            self._waiting.popleft()
+            self._waiting.pop()
             if self._start(sequence, now) and not sequence.is_pulling:
                 scheduled = sequence.next_chunk(budget)
                 budget -= len(scheduled.token_ids)
@@ -109,9 +107,10 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
     def _reserve_blocks(self, sequence: PrefillSequence) -> bool:
         """Blocks for all tokens whose KV is computed here; the last token is computed even if its block is cached."""
         shareable = (sequence.num_tokens - 1) // self._config.block_size
-        if not self._take_blocks(sequence, shareable, sequence.num_tokens):
+        taken = self._take_blocks(sequence, shareable, sequence.num_tokens)
+        if taken is None:
             return False
-        self._count_prefix_hits(sequence)
+        self._count_prefix_hits(sequence, taken)
         return True
 
     def _start(self, sequence: PrefillSequence, now: float) -> bool:

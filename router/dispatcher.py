@@ -22,6 +22,8 @@ class RequestObserver(Protocol):
 
     def on_retry(self, reason: ErrorKind) -> None: ...
 
+    def on_move(self) -> None: ...
+
     def on_end(self, record: RequestRecord) -> None: ...
 
 
@@ -148,6 +150,9 @@ class Dispatcher:
 
     def on_output(self, run: RequestRun, num_tokens: int) -> None:
         self.admission.on_output(run, num_tokens)
+
+    def on_move(self) -> None:
+        self._observer.on_move()
 
     def on_end(self, run: RequestRun, record: RequestRecord) -> None:
         self._in_flight.discard(run)

@@ -44,6 +44,7 @@ class RouterMetrics:
         text = "Requests that were turned away before any worker was asked"
         self._rejections = children("request_rejections", text, "reason", ErrorKind)
         self._retries = children("request_retries", "Attempts repeated on other workers", "reason", sorted(RETRYABLE))
+        self._moves = counter("request_moves", "Requests moved off a decode worker that had no blocks for them")
         text = "Placements by the prefix index: whether it foretold the cached tokens"
         self._predictions = children("placement_predictions", text, "result", ("exact", "over", "under"))
         text = "Cached tokens that the prefix index foretold too many (over) or too few (under)"
@@ -61,6 +62,9 @@ class RouterMetrics:
 
     def on_retry(self, reason: ErrorKind) -> None:
         self._retries[reason].inc()
+
+    def on_move(self) -> None:
+        self._moves.inc()
 
     def on_refused(self, kind: ErrorKind) -> None:
         """A request that never ran."""

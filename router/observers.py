@@ -33,6 +33,9 @@ class Observers:
     def on_retry(self, reason: ErrorKind) -> None:
         self._metrics.on_retry(reason)
 
+    def on_move(self) -> None:
+        self._metrics.on_move()
+
     def on_end(self, record: RequestRecord) -> None:
         for observer in self._at_end:
             try:

@@ -12,7 +12,7 @@ from common.registry import blocks_key
 from router.cluster.fleet import Fleet
 from router.cluster.prefix_index import PrefixIndex
 from router.cluster.worker_session import WorkerSession
-from router.policy.placement import PlacementRequest, WorkerLoad, choose, fits
+from router.policy.placement import PlacementRequest, WorkerLoad, choose, fits, room_elsewhere
 
 # How long a request that already ran waits for a worker to come (back): a restarted one loads its model first.
 RETURN_WAIT_S: Final = 30.0
@@ -67,6 +67,10 @@ class Placer:
                 raise BatonError(ErrorKind.NO_WORKER, "no worker is available; try again shortly", retry_after_s=1.0)
             await self._fleet.wait_changed(left_s)
         return pair
+
+    def has_room_elsewhere(self, decode_id: str, num_blocks: int) -> bool:
+        """Whether a preempted sequence of this decode worker would find room on another."""
+        return room_elsewhere(num_blocks, decode_id, [s.load() for s in self._fleet.usable("decode")])
 
     def _choose(self, request: PlacementRequest, cached: dict[str, int]) -> WorkerPair | None:
         prefills, decodes = (

@@ -24,6 +24,8 @@ from router.spec import Delta, End, Finished, GenerationSpec, Usage
 from router.token_merger import TokenMerger
 
 MAX_ATTEMPTS: Final = 3
+# Times that a request leaves a decode worker which has no blocks for it. A move is no failure, and no attempt of these.
+MAX_MOVES: Final = 3
 # Before an attempt that can only go to a worker which has just failed; doubled each time.
 RETRY_PAUSE_S: Final = 0.2
 # Usage and timings come with the prefill leg's last frame, when its transfer is over; no client waits longer for them.
@@ -54,6 +56,8 @@ class RunContext(Protocol):
 
     def on_output(self, run: RequestRun, num_tokens: int) -> None: ...
 
+    def on_move(self) -> None: ...
+
     def on_end(self, run: RequestRun, record: RequestRecord) -> None: ...
 
 
@@ -76,6 +80,9 @@ class RequestRun:
         self._attempt = 0
         self._base = 0  # output tokens that were there at the attempt's start
         self._failed: set[str] = set()
+        self._num_failed_attempts = 0
+        self._moved_from: set[str] = set()
+        self._num_moves = 0
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._dispatch: asyncio.Task[None] | None = None
@@ -146,10 +153,11 @@ class RequestRun:
     async def _place(self) -> WorkerPair:
         placer, retrying = self._context.placer, self._attempt > 1
         num_tokens = len(self.spec.prompt_token_ids) + self._base
-        pair = await placer.place(num_tokens, self.spec.packed_hashes, self._failed, wait=retrying)
-        if retrying and not self._failed.isdisjoint(pair.worker_ids):
-            await asyncio.sleep(RETRY_PAUSE_S * 2 ** (self._attempt - 2))
-            pair = await placer.place(num_tokens, self.spec.packed_hashes, self._failed, wait=True)
+        avoided = self._failed | self._moved_from
+        pair = await placer.place(num_tokens, self.spec.packed_hashes, avoided, wait=retrying)
+        if not self._failed.isdisjoint(pair.worker_ids):
+            await asyncio.sleep(RETRY_PAUSE_S * 2 ** max(0, self._num_failed_attempts - 1))
+            pair = await placer.place(num_tokens, self.spec.packed_hashes, avoided, wait=True)
         return pair
 
     def _open_legs(self, pair: WorkerPair) -> None:
@@ -190,6 +198,7 @@ class RequestRun:
             sampling=spec.sampling,
             deadline=spec.deadline,
             traceparent="" if spec.trace is None else spec.trace.traceparent,
+            priority=spec.priority,
         )
 
     # -- what the legs tell
@@ -214,6 +223,9 @@ class RequestRun:
             self._check_finish()
 
     def on_news(self, leg: Leg, news: LegNews) -> None:
+        if news.num_wanted_blocks:
+            self._on_preempted(leg, news.num_wanted_blocks)
+            return
         now = self._context.clock()
         if leg.role == "decode":
             self._facts.note_decode(news, now)
@@ -247,7 +259,7 @@ class RequestRun:
             self._finish_now()
             return
         self._facts.note_failure(error, blamed, self._context.clock())
-        if error.kind in RETRYABLE and self._attempt < MAX_ATTEMPTS:
+        if error.kind in RETRYABLE and self._num_failed_attempts + 1 < MAX_ATTEMPTS:
             self._retry(error, blamed)
         else:
             self.fail(_public_error(error, self._attempt))
@@ -258,10 +270,28 @@ class RequestRun:
         ids = {**self._log_ids(), "transfer_id": self._facts.attempt.transfer_id}
         _log.info("request is tried again", **ids, kind=str(error.kind), message=error.message, tokens=tokens, **about)
         self._failed |= blamed
+        self._num_failed_attempts += 1
+        self._context.on_retry(error.kind)
+        self._begin_again()
+
+    def _on_preempted(self, leg: Leg, num_blocks: int) -> None:
+        """The decode worker has no blocks for the sequence now, and is not at fault. Where another has, it goes on
+        there from what was emitted; else this one takes it up again by itself."""
+        if self.state is not RequestState.DECODING or leg is not self._decode or self._num_moves == MAX_MOVES:
+            return
+        if not self._context.placer.has_room_elsewhere(leg.worker_id, num_blocks):
+            return
+        _log.info("request moves", **self._log_ids(), worker_id=leg.worker_id, tokens=len(self._merger.token_ids))
+        self._num_moves += 1
+        self._moved_from = {leg.worker_id}
+        self._context.on_move()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Elsewhere, from prompt and emitted tokens."""
         self._close_legs(abort=True)
         self._merger.restart()
         self._finish = None
-        self._context.on_retry(error.kind)
         if self.state is not RequestState.QUEUED:  # a worker may be lost before its leg was opened
             self._move(RequestState.QUEUED)
         self._begin_attempt()

@@ -42,8 +42,9 @@ class RunningWorker:
 
 async def start_worker(role: str, settings: Settings, loaded: LoadedModel) -> RunningWorker:
     serve = serve_prefill if role == "prefill" else serve_decode
+    checked = settings.model_copy(update={"check_when_idle": True})
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(settings, loaded, stop, ready.set_result, check_when_idle=True))
+    task = asyncio.create_task(serve(checked, loaded, stop, ready.set_result))
     await asyncio.wait({task, ready}, timeout=BOUND_S, return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
         stop.set()

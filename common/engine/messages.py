@@ -115,7 +115,8 @@ class LegOutput:
 
     first_index: index in the whole output of the first of token_ids. num_cached_tokens: in a prefill leg's first token
     and in every leg's last. timings: in the last only. logprobs: one for each of token_ids, where they were asked for.
-    prompt_logprobs: of the prompt's tokens from first_prompt_index on.
+    prompt_logprobs: of the prompt's tokens from first_prompt_index on. num_wanted_blocks: not 0 where the sequence was
+    preempted and would go on sooner on another worker with so many free blocks; if nobody moves it, it goes on here.
     """
 
     transfer_id: str
@@ -129,6 +130,7 @@ class LegOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     first_prompt_index: int = 0
+    num_wanted_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from math import inf
 from typing import Final, Generic, TypeVar
 
 from common.engine.batch import ScheduledSequence
+from common.engine.chunk_budget import BudgetLimits, first_budget, next_budget
+from common.engine.cost_rates import DEFAULT_RATES, CostRates
 from common.engine.loans import Loans, TransferOpener
 from common.engine.messages import (
     AbortCommand,
@@ -32,7 +34,7 @@ from common.engine.messages import (
 from common.engine.sequence import Sequence, SequenceStatus, check_spec
 from common.errors import BatonError, ErrorKind, invalid
 from common.kvcache.block_pool import BlockPool
-from common.kvcache.prefix_cache import PrefixCache
+from common.kvcache.prefix_cache import Allocation, PrefixCache
 from common.rpc.worker_messages import LoadReport, SequenceSpec
 from common.sampling_params import FinishReason
 
@@ -44,9 +46,10 @@ S = TypeVar("S", bound=Sequence)
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """chunk_budget_tokens: most tokens that the chunks of one step compute; a decode step's single tokens come on top.
+    step_target_s: a step shall take no longer, so that chunks get fewer tokens where they must; 0: as many as allowed.
 
     max_model_len: tokens of a sequence, prompt and output; the pool must have room for their KV. max_running: sequences
-    that hold blocks to take part in steps. max_waiting: sequences that hold none yet.
+    that hold blocks to take part in steps. max_waiting: sequences that hold none yet. rates: what KV costs here.
     """
 
     block_size: int
@@ -55,6 +58,8 @@ class SchedulerConfig:
     chunk_budget_tokens: int
     max_running: int
     max_waiting: int
+    step_target_s: float = 0.0
+    rates: CostRates = DEFAULT_RATES
 
 
 class SequenceScheduler(ABC, Generic[S]):
@@ -77,11 +82,15 @@ class SequenceScheduler(ABC, Generic[S]):
         self._earliest_deadline = inf
         self._step: list[tuple[S, ScheduledSequence]] = []
         self._step_shape: StepShape | None = None
+        self._step_began_at = 0.0
+        self._budget_limits = BudgetLimits(config.chunk_budget_tokens, config.step_target_s)
+        self._budget = first_budget(self._budget_limits, config.rates.token_ns / 1e9)
         self._by_owner: dict[int, OwnerNews] = {}
         self._ended_legs: list[EndedLeg] = []
         self._changed = False
         self._prefix_queries_total = 0
         self._prefix_hits_total = 0
+        self._prefix_host_hits_total = 0
         self._num_preemptions_total = 0
         self._num_dropped_events_total = 0
 
@@ -135,12 +144,14 @@ class SequenceScheduler(ABC, Generic[S]):
     def schedule(self, now: float) -> list[ScheduledSequence]:
         """Decide on the next step. Empty: there is nothing to do before the next command or event."""
         self._step = self._plan_step(now)
+        self._step_began_at = now
         self._step_shape = _shape_of(self._step) if self._step else None
         return [scheduled for _, scheduled in self._step]
 
     def complete(self, token_ids: ListOf[int | None], now: float) -> None:
         """The step has run; `token_ids` as Runner.execute returns them."""
         self._changed = True
+        self._adapt_budget(now - self._step_began_at)
         step, self._step = self._step, []
         for (sequence, scheduled), token_id in zip(step, token_ids, strict=True):
             self._advance(sequence, len(scheduled.token_ids))
@@ -177,7 +188,7 @@ class SequenceScheduler(ABC, Generic[S]):
         held = Counter(b for s in self._sequences.values() for b in s.block_table.block_ids)
         held.update(self._loans.pinned_block_ids())
         self._pool.check_integrity(held)
-        self._cache.check_integrity()
+        self._cache.check_integrity(self._pins())
         for sequence in self._sequences.values():
             blockless = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
             num_blocks = len(sequence.block_table)
@@ -203,6 +214,10 @@ class SequenceScheduler(ABC, Generic[S]):
 
         May be called again before it has ended.
         """
+
+    def _pins(self) -> Counter[bytes]:
+        """Content that sequences without blocks have pinned in host memory."""
+        return Counter()
 
     @abstractmethod
     def _num_waiting(self) -> int:
@@ -240,28 +255,36 @@ class SequenceScheduler(ABC, Generic[S]):
             )
         return check_spec(spec, self._config.vocab_size, self._config.max_model_len)
 
-    def _take_blocks(self, sequence: S, num_shareable_blocks: int, num_tokens: int) -> bool:
-        """Give `sequence`, which has none, blocks for positions [0, num_tokens): all, or none and False.
+    def _take_blocks(
+        self, sequence: S, num_shareable_blocks: int, num_tokens: int, keep_free: int = 0
+    ) -> Allocation | None:
+        """Give `sequence`, which has none, blocks for positions [0, num_tokens): all, or none and None.
 
-        Up to num_shareable_blocks of its leading full blocks come from the prefix cache; these count as computed.
+        Up to num_shareable_blocks of its leading full blocks come from the prefix cache, pool or host tier; these count
+        as computed. keep_free: blocks that must be free afterwards.
         """
         sequence.extend_hashes()
-        shared = self._cache.match(sequence.block_hashes[:num_shareable_blocks])
-        fresh = self._pool.allocate(sequence.block_table.num_missing(num_tokens) - len(shared))
-        if fresh is None:
-            self._pool.release(shared)
-            return False
-        sequence.block_table.append(shared)
-        sequence.block_table.append(fresh)
-        sequence.num_registered_blocks = len(shared)
-        sequence.num_computed_tokens = len(shared) * self._config.block_size
-        return True
+        hashes = sequence.block_hashes[:num_shareable_blocks]
+        taken = self._cache.allocate(hashes, sequence.block_table.num_missing(num_tokens), keep_free)
+        if taken is not None:
+            sequence.block_table.append(taken.block_ids)
+            sequence.num_registered_blocks = taken.num_cached
+            sequence.num_computed_tokens = taken.num_cached * self._config.block_size
+        return taken
 
-    def _count_prefix_hits(self, sequence: S) -> None:
+    def _adapt_budget(self, step_s: float) -> None:
+        shape = self._step_shape
+        if shape is not None:
+            self._budget = next_budget(
+                self._budget, self._budget_limits, shape.num_prefill_tokens, shape.num_decode_tokens, step_s
+            )
+
+    def _count_prefix_hits(self, sequence: S, taken: Allocation) -> None:
         """After the first _take_blocks of a sequence; a resumed one's hits on its own blocks are nobody's merit."""
         sequence.num_cached_tokens = sequence.num_computed_tokens
         self._prefix_queries_total += sequence.num_tokens
         self._prefix_hits_total += sequence.num_cached_tokens
+        self._prefix_host_hits_total += taken.num_restored * self._config.block_size
 
     def _release_blocks(self, sequence: S) -> None:
         self._pool.release(sequence.block_table.clear())
@@ -322,6 +345,7 @@ class SequenceScheduler(ABC, Generic[S]):
 
     def _load_report(self) -> LoadReport:
         num_waiting = self._num_waiting()
+        host = self._cache.host_stats
         return LoadReport(
             num_running=len(self._sequences) - num_waiting,
             num_waiting=num_waiting,
@@ -331,7 +355,13 @@ class SequenceScheduler(ABC, Generic[S]):
             queued_prefill_tokens=self._num_queued_tokens(),
             prefix_queries_total=self._prefix_queries_total,
             prefix_hits_total=self._prefix_hits_total,
+            prefix_host_hits_total=self._prefix_host_hits_total,
+            num_host_blocks=host.num_slots,
+            num_used_host_blocks=host.num_used,
+            num_host_saves_total=host.num_saved_total,
+            num_host_loads_total=host.num_loaded_total,
             num_preemptions_total=self._num_preemptions_total,
+            chunk_budget_tokens=self._budget.tokens,
             num_dropped_events_total=self._num_dropped_events_total,
         )
 

@@ -48,7 +48,8 @@ LEGAL_MOVES: Final[dict[SequenceStatus, frozenset[SequenceStatus]]] = {
 
 
 class Sequence:
-    """arrival: 0, 1, 2 … in order of acceptance by this engine; the tie-break of every policy. Times are monotonic."""
+    """arrival: 0, 1, 2 … in order of acceptance by this engine; the tie-break of every policy. priority: of its class,
+    lower is more urgent. Times are monotonic."""
 
     __slots__ = (
         "arrival",
@@ -63,9 +64,11 @@ class Sequence:
         "hash_seed",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_overtaken",
         "num_prompt_tokens",
         "num_registered_blocks",
         "owner",
+        "priority",
         "request_id",
         "sampling",
         "started_at",
@@ -83,6 +86,9 @@ class Sequence:
         self.request_id = spec.request_id
         self.owner = owner
         self.arrival = arrival
+        self.priority = spec.priority
+        # Later ones of more urgent classes that were admitted before it.
+        self.num_overtaken = 0
         self.status = SequenceStatus.WAITING
         self.deadline = spec.deadline
         self.sampling = spec.sampling

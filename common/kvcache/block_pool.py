@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 class BlockPool:
     """`num_blocks` blocks with ids 0 … num_blocks - 1.
 
-    `on_evict(block_id)` is called for each cached block whose content `allocate` gives up, before it is handed out.
+    `on_evict(block_ids)` is called once by each `allocate` that gives cached content up, oldest first, before any of
+    the blocks is handed out: so who wants the bytes can still copy them.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
-        self.on_evict: Callable[[int], None] = _keep_nothing
+        self.on_evict: Callable[[Sequence[int]], None] = _keep_nothing
         self._references = [0] * num_blocks
         self._retained = bytearray(num_blocks)
         self._empty = list(range(num_blocks - 1, -1, -1))
@@ -45,7 +46,7 @@ class BlockPool:
         """`n` blocks with one reference each, all or none: None if fewer are free. Evicts the least recently used."""
         if n > self.num_free:
             return None
-        block_ids = []
+        block_ids, evicted = [], []
         for _ in range(n):
             if self._empty:
                 block_id = self._empty.pop()
@@ -53,9 +54,11 @@ class BlockPool:
                 block_id = next(iter(self._reusable))
                 del self._reusable[block_id]
                 self._retained[block_id] = False
-                self.on_evict(block_id)
+                evicted.append(block_id)
             self._references[block_id] = 1
             block_ids.append(block_id)
+        if evicted:
+            self.on_evict(evicted)
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -116,5 +119,5 @@ class BlockPool:
                 )
 
 
-def _keep_nothing(_: int) -> None:
+def _keep_nothing(_: Sequence[int]) -> None:
     """What a pool without a cache does on eviction."""

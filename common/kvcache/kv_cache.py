@@ -41,7 +41,7 @@ class KvCache:
         shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         num_bytes = layout.num_layers * num_blocks * layout.block_bytes
         if device.type == "cpu":
-            self.data = _lazy_zeros(num_bytes).view(TORCH_DTYPES[layout.dtype]).view(shape)
+            self.data = lazy_zeros(num_bytes).view(TORCH_DTYPES[layout.dtype]).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
         self.num_blocks = num_blocks
@@ -55,6 +55,11 @@ class KvCache:
     @property
     def layout(self) -> KvLayout:
         return self._layout
+
+    @property
+    def words(self) -> torch.Tensor:
+        """All bytes, whatever the dtype, as [num_layers, num_blocks, words of a block]. A view."""
+        return self._words
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +143,7 @@ def num_blocks_for(layout: KvLayout, budget_bytes: int) -> int:
     return budget_bytes // (layout.num_layers * layout.block_bytes)
 
 
-def _lazy_zeros(num_bytes: int) -> torch.Tensor:
+def lazy_zeros(num_bytes: int) -> torch.Tensor:
     """uint8 zeros that take memory only where touched. The tensor keeps the mapping alive."""
     try:
         mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

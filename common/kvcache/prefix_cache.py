@@ -1,24 +1,32 @@
-"""Which blocks hold which content: block hash → block id, and what changed since somebody last asked.
+"""Which blocks hold which content: block hash → block id or host tier, and what changed since somebody last asked.
 
 A hash enters only after its block's KV was computed or verified, and leaves when the pool evicts the block. Equal
 content may lie in two blocks (two sequences computed it at once); the first keeps the hash, the second stays private
-and becomes empty with its sequence. Not thread-safe: the engine's thread owns it.
+and becomes empty with its sequence. With a host tier, what the pool evicts moves there, and `allocate` brings it back.
+Not thread-safe: the engine's thread owns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.kvcache.block_pool import BlockPool
+from common.kvcache.host_tier import HostTier, HostTierStats
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChanges:
-    """Net difference between two moments: no hash is in both. 16-byte block hashes."""
+    """Net difference between two moments: no hash is in both of a pair. 16-byte block hashes.
+
+    stored, evicted: of what this worker holds, wherever. host_stored, host_evicted: of what its host tier holds, be it
+    in the pool as well or not.
+    """
 
     stored: Sequence[bytes]
     evicted: Sequence[bytes]
+    host_stored: Sequence[bytes] = ()
+    host_evicted: Sequence[bytes] = ()
 
 
 class NetChanges:
@@ -55,24 +63,79 @@ class NetChanges:
         )
 
 
-class PrefixCache:
-    """Full blocks by hash, on top of `pool`, whose evictions it follows. References belong to the callers."""
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks for a sequence, in order, with one reference each that the caller owns. The first num_cached hold their
+    content; num_restored of these came from the host tier."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    block_ids: list[int]
+    num_cached: int
+    num_restored: int
+
+
+class PrefixCache:
+    """Full blocks by hash, on top of `pool`, whose evictions it follows. References belong to the callers.
+
+    host: where evicted content goes; None: it is gone.
+    """
+
+    def __init__(self, pool: BlockPool, host: HostTier | None = None) -> None:
         self._pool = pool
+        self._host = host
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_by_block: dict[int, bytes] = {}
         self._changes = NetChanges()
+        self._host_changes = NetChanges()
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
         return len(self._block_by_hash)
 
+    @property
+    def host(self) -> HostTier | None:
+        return self._host
+
+    @property
+    def host_stats(self) -> HostTierStats:
+        return HostTierStats() if self._host is None else self._host.stats
+
     def hashes(self) -> Iterable[bytes]:
+        """Of the content that lies in the pool."""
         return self._block_by_hash.keys()
 
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block of the pool that has this content."""
+        return self._block_by_hash.get(block_hash)
+
+    def allocate(self, hashes: Sequence[bytes], num_blocks: int, keep_free: int = 0) -> Allocation | None:
+        """`num_blocks` ≥ len(hashes) blocks, of which the longest leading run of `hashes` that is cached comes filled.
+
+        All or none: None where fewer than keep_free blocks would be free afterwards. What only the host tier has is
+        copied into fresh blocks before this returns.
+        """
+        found = self._find(hashes)
+        in_host = [block_hash for block_hash, block_id in zip(hashes, found, strict=False) if block_id is None]
+        # While others are evicted into the tier, what is to be restored must not be dropped from it.
+        if self._host is not None and in_host and not self._host.pin(in_host):
+            del found[found.index(None) :]
+            in_host = []
+        in_pool = [block_id for block_id in found if block_id is not None]
+        self._pool.acquire(in_pool)
+        num_fresh = num_blocks - len(in_pool)
+        fresh = self._pool.allocate(num_fresh) if num_fresh + keep_free <= self._pool.num_free else None
+        if self._host is not None and in_host:
+            if fresh is not None:
+                self._restore(self._host, in_host, fresh[: len(in_host)])
+            self._host.unpin(in_host)
+        if fresh is None:
+            self._pool.release(in_pool)
+            return None
+        rest = iter(fresh)
+        block_ids = [next(rest) if block_id is None else block_id for block_id in found]
+        return Allocation([*block_ids, *rest], len(found), len(in_host))
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest leading run of `hashes` that is cached. The caller owns one new reference to each."""
+        """Blocks of the longest leading run of `hashes` that the pool has. The caller owns a new reference to each."""
         block_ids = []
         for block_hash in hashes:
             block_id = self._block_by_hash.get(block_hash)
@@ -94,18 +157,23 @@ class PrefixCache:
             return True
         if block_hash in self._block_by_hash:
             return False
-        self._pool.retain(block_id)
-        self._block_by_hash[block_hash] = block_id
-        self._hash_by_block[block_id] = block_hash
-        self._changes.record(block_hash, present=True)
+        self._enter(block_id, block_hash)
+        if self._host is None or block_hash not in self._host:
+            self._changes.record(block_hash, present=True)
         return True
 
     def take_changes(self) -> CacheChanges | None:
-        """What was stored and evicted since the last call; None where nothing was. Bounded by twice the pool."""
-        return self._changes.take() if len(self._changes) else None
+        """What was stored and evicted since the last call; None where nothing was. Bounded by twice pool and tier."""
+        if not len(self._changes) and not len(self._host_changes):
+            return None
+        held, in_host = self._changes.take(), self._host_changes.take()
+        return CacheChanges(held.stored, held.evicted, in_host.stored, in_host.evicted)
 
-    def check_integrity(self) -> None:
-        """Raises RuntimeError where the two maps, or cache and pool, disagree."""
+    def check_integrity(self, expected_pins: Mapping[bytes, int] | None = None) -> None:
+        """Raises RuntimeError where the two maps, or cache, pool and host tier, disagree. expected_pins: by hash, what
+        the owners know of."""
+        if self._host is not None:
+            self._host.check_integrity(expected_pins)
         if len(self._block_by_hash) != len(self._hash_by_block):
             raise RuntimeError("the prefix cache's maps differ in size")
         for block_id in range(self._pool.num_blocks):
@@ -115,7 +183,44 @@ class PrefixCache:
             if block_hash is not None and self._block_by_hash.get(block_hash) != block_id:
                 raise RuntimeError(f"block {block_id} is cached under a hash that points elsewhere")
 
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_by_block.pop(block_id)
-        del self._block_by_hash[block_hash]
-        self._changes.record(block_hash, present=False)
+    def _find(self, hashes: Sequence[bytes]) -> list[int | None]:
+        """The longest leading run that is here: each one's block, or None where only the host tier has it."""
+        found: list[int | None] = []
+        for block_hash in hashes:
+            block_id = self._block_by_hash.get(block_hash)
+            if block_id is None and (self._host is None or block_hash not in self._host):
+                break
+            found.append(block_id)
+        return found
+
+    def _restore(self, host: HostTier, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Fill these fresh blocks from the host tier, which has what they are to hold."""
+        host.restore(hashes, block_ids)
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            self._enter(block_id, block_hash)
+
+    def _enter(self, block_id: int, block_hash: bytes) -> None:
+        self._pool.retain(block_id)
+        self._block_by_hash[block_hash] = block_id
+        self._hash_by_block[block_id] = block_hash
+
+    def _forget(self, block_ids: Sequence[int]) -> None:
+        """The pool evicts these: their content moves to the host tier, or is gone."""
+        hashes = [self._hash_by_block.pop(block_id) for block_id in block_ids]
+        for block_hash in hashes:
+            del self._block_by_hash[block_hash]
+        for block_hash in hashes if self._host is None else self._move_out(self._host, hashes, block_ids):
+            if block_hash not in self._block_by_hash:
+                self._changes.record(block_hash, present=False)
+
+    def _move_out(self, host: HostTier, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Sequence[bytes]:
+        """Returns the hashes that the host tier dropped, or did not take."""
+        new = {block_hash for block_hash in hashes if block_hash not in host}
+        dropped = host.keep(hashes, block_ids)
+        for block_hash in new:
+            if block_hash in host:
+                self._host_changes.record(block_hash, present=True)
+        for block_hash in dropped:
+            if block_hash not in new:
+                self._host_changes.record(block_hash, present=False)
+        return dropped

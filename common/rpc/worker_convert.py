@@ -31,6 +31,7 @@ def spec_to_proto(spec: SequenceSpec, now: float) -> worker_pb2.SequenceSpec:
         timeout_ms=max(1, int((spec.deadline - now) * 1000)),
         traceparent=spec.traceparent,
         forks=[worker_pb2.Fork(transfer_id=fork.transfer_id, seed=fork.seed) for fork in spec.forks],
+        priority=spec.priority,
     )
 
 
@@ -46,6 +47,7 @@ def spec_from_proto(spec: worker_pb2.SequenceSpec, now: float, max_timeout_s: fl
         deadline=now + min(spec.timeout_ms / 1e3, max_timeout_s),
         traceparent=spec.traceparent,
         forks=tuple(Fork(fork.transfer_id, fork.seed) for fork in spec.forks),
+        priority=spec.priority,
     )
 
 

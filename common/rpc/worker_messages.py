@@ -40,7 +40,7 @@ class SequenceSpec:
     transfer_id: ours, never reused. request_id: the client's, for logs only. token_ids: the prompt, then the tokens
     emitted by earlier attempts. hash_seed: 16 bytes, parent of the first block's hash. deadline: monotonic seconds of
     this process; what is left of it travels. traceparent: W3C trace context, "" where there is none. forks: further
-    continuations of token_ids, which share the first one's transfer and blocks.
+    continuations of token_ids, which share the first one's transfer and blocks. priority: class; lower is more urgent.
     """
 
     transfer_id: str
@@ -52,6 +52,7 @@ class SequenceSpec:
     deadline: float
     traceparent: str = ""
     forks: tuple[Fork, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,10 @@ class LoadReport:
     references.
 
     queued_prefill_tokens: accepted and still to be computed here. Totals count from the engine's start, in tokens for
-    the prefix cache; the last two are the worker's own and not told to routers.
+    the prefix cache. The rest is the worker's own and not told to routers. Of the hits, the host tier brought
+    prefix_host_hits_total. num_host_blocks: the host tier's slots, 0 where there is none; saves and loads are blocks
+    copied out of and into the pool. Of the preemptions, num_swapped_total left KV to host memory, num_offered_total
+    were offered to other workers. chunk_budget_tokens: of the next step.
     """
 
     num_running: int = 0
@@ -114,5 +118,13 @@ class LoadReport:
     queued_prefill_tokens: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    prefix_host_hits_total: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_host_saves_total: int = 0
+    num_host_loads_total: int = 0
     num_preemptions_total: int = 0
+    num_swapped_total: int = 0
+    num_offered_total: int = 0
+    chunk_budget_tokens: int = 0
     num_dropped_events_total: int = 0

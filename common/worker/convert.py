@@ -102,4 +102,6 @@ def _output_to_proto(output: LegOutput) -> worker_pb2.SequenceOutput:
     if output.prompt_logprobs:
         message.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
         message.first_prompt_index = output.first_prompt_index
+    if output.num_wanted_blocks:
+        message.num_wanted_blocks = output.num_wanted_blocks
     return message

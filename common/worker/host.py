@@ -63,7 +63,7 @@ class WorkerParts:
 class WorkerHost:
     """Owns engine thread, sessions and publisher, and takes `binding` over. For one event loop; `serve` once."""
 
-    def __init__(self, binding: Binding, parts: WorkerParts, *, check_when_idle: bool = False) -> None:
+    def __init__(self, binding: Binding, parts: WorkerParts) -> None:
         """Raises StartupError for a redis_url that can't be read."""
         settings, info = binding.settings, binding.info
         self._binding = binding
@@ -82,7 +82,7 @@ class WorkerHost:
             parts.inbox,
             self._relay_news,
             name=f"{info.role}-engine",
-            check_when_idle=check_when_idle,
+            check_when_idle=settings.check_when_idle,
         )
 
     async def serve(self, stop: asyncio.Event, on_ready: OnReady | None = None) -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from common.config import Settings
+from common.engine.cost_rates import DEFAULT_RATES, CostRates
 from common.engine.model_runner import ModelRunner
 from common.engine.scheduler import SchedulerConfig
 from common.errors import StartupError
 from common.kernels.cpu.executor import NativeModel
+from common.kvcache.block_pool import BlockPool
+from common.kvcache.host_arena import HostArena
+from common.kvcache.host_tier import HostTier
 from common.kvcache.kv_cache import TORCH_DTYPES, KvCache, num_blocks_for
 from common.kvcache.layout import LAYOUT_NAME, KvLayout
+from common.kvcache.prefix_cache import PrefixCache
 from common.model.config import ModelConfig, load_model_config, resolve_dtype
 from common.model.fingerprint import model_fingerprint
 from common.model.loader import load_model
 from common.telemetry import get_logger
+from common.worker.calibration import measure_rates
 from kv_transfer.types import KvFormat
 
 WARM_UP_TOKENS: Final = 64
@@ -29,7 +35,8 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """max_model_len: tokens of a sequence that settings, model and KV pool all allow."""
+    """max_model_len: tokens of a sequence that settings, model and KV pool all allow. host_slots: blocks that the host
+    tier has room for; 0: there is none. rates: as measured when it was loaded."""
 
     name: str
     config: ModelConfig
@@ -37,8 +44,23 @@ class LoadedModel:
     kv_cache: KvCache
     runner: ModelRunner
     max_model_len: int
+    host_slots: int
+    rates: CostRates = DEFAULT_RATES
 
-    def scheduler_config(self, settings: Settings, chunk_budget_tokens: int) -> SchedulerConfig:
+    def prefix_cache(self, pool: BlockPool) -> PrefixCache:
+        """On top of `pool`, with the host tier that the settings ask for. Raises StartupError where its memory can't be
+        had."""
+        if not self.host_slots:
+            return PrefixCache(pool)
+        try:
+            arena = HostArena(self.kv_cache, self.host_slots)
+        except (MemoryError, RuntimeError) as error:
+            raise StartupError(
+                f"no host memory for {self.host_slots} KV blocks ({error}): set host_kv_bytes lower"
+            ) from None
+        return PrefixCache(pool, HostTier(self.host_slots, arena))
+
+    def scheduler_config(self, settings: Settings, chunk_budget_tokens: int, step_target_ms: float) -> SchedulerConfig:
         return SchedulerConfig(
             block_size=settings.block_size,
             vocab_size=self.config.vocab_size,
@@ -46,6 +68,8 @@ class LoadedModel:
             chunk_budget_tokens=chunk_budget_tokens,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            step_target_s=step_target_ms / 1e3,
+            rates=self.rates,
         )
 
 
@@ -72,8 +96,12 @@ def load(settings: Settings) -> LoadedModel:
     runner = ModelRunner(model, kv_cache)
     _log.info("warming up", kv_blocks=num_blocks)
     runner.warm_up(WARM_UP_TOKENS)
+    rates = measure_rates(runner, kv_cache, config)
+    _log.info("measured", **asdict(rates))
     fmt = KvFormat(model_fingerprint(folder), LAYOUT_NAME, layout)
-    return LoadedModel(settings.served_model_name or folder.name, config, fmt, kv_cache, runner, max_model_len)
+    host_slots = num_blocks_for(layout, settings.host_kv_bytes)
+    name = settings.served_model_name or folder.name
+    return LoadedModel(name, config, fmt, kv_cache, runner, max_model_len, host_slots, rates)
 
 
 def context_limit(settings: Settings, config: ModelConfig, num_blocks: int) -> int:

@@ -148,16 +148,35 @@ class _StateCollector(Collector):
         blocks.add_metric(["free"], load.num_free_blocks - load.num_cached_blocks)
         blocks.add_metric(["cached"], load.num_cached_blocks)
         yield blocks
+        text = "Tokens that the chunks of the next step may compute"
+        yield GaugeMetricFamily("baton_chunk_budget_tokens", text, load.chunk_budget_tokens)
+        yield from _host_tier(load)
         totals = [
             ("baton_prefix_cache_queries", "Tokens looked up in the prefix cache", load.prefix_queries_total),
             ("baton_prefix_cache_hits", "Tokens found in the prefix cache", load.prefix_hits_total),
+            ("baton_prefix_cache_host_hits", "Of these, brought back from host memory", load.prefix_host_hits_total),
             ("baton_dropped_events", "Late, duplicate and unknown events", load.num_dropped_events_total),
         ]
         if self._role == "decode":
-            text = "Times that a sequence gave its blocks up"
-            totals.append(("baton_preemptions", text, load.num_preemptions_total))
+            totals += [
+                ("baton_preemptions", "Times that a sequence gave its blocks up", load.num_preemptions_total),
+                ("baton_preemptions_swapped", "Of these, with KV kept in host memory", load.num_swapped_total),
+                ("baton_preemptions_offered", "Of these, offered to another worker", load.num_offered_total),
+            ]
         for name, text, value in totals:
             yield CounterMetricFamily(name, text, value)
+
+
+def _host_tier(load: LoadReport) -> Iterable[Metric]:
+    blocks = GaugeMetricFamily("baton_kv_host_blocks", "Blocks of the host tier: used or free", labels=["state"])
+    blocks.add_metric(["used"], load.num_used_host_blocks)
+    blocks.add_metric(["free"], load.num_host_blocks - load.num_used_host_blocks)
+    yield blocks
+    text = "Blocks copied from the pool to host memory (save), and back (load)"
+    copies = CounterMetricFamily("baton_kv_host_copied_blocks", text, labels=["direction"])
+    copies.add_metric(["save"], load.num_host_saves_total)
+    copies.add_metric(["load"], load.num_host_loads_total)
+    yield copies
 
 
 def _set_info(registry: CollectorRegistry, info: WorkerInfo) -> None:

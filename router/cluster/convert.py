@@ -29,7 +29,7 @@ def abort_frame(transfer_id: str) -> worker_pb2.SessionRequest:
 
 def has_news(output: worker_pb2.SequenceOutput) -> bool:
     """False for a frame that holds tokens and nothing else, as nearly all do."""
-    return output.leg_ended or output.finish_reason != 0 or output.HasField("error")
+    return output.leg_ended or output.finish_reason != 0 or output.num_wanted_blocks != 0 or output.HasField("error")
 
 
 def news_from_proto(output: worker_pb2.SequenceOutput) -> LegNews:
@@ -41,4 +41,5 @@ def news_from_proto(output: worker_pb2.SequenceOutput) -> LegNews:
         error=error_from_proto(output.error) if output.HasField("error") else None,
         num_cached_tokens=output.num_cached_tokens,
         timings=timings_from_proto(output.timings),
+        num_wanted_blocks=output.num_wanted_blocks,
     )

@@ -15,7 +15,8 @@ from common.sampling_params import FinishReason
 class LegNews:
     """The rare part of a leg's frame: its last one, or the one with the token that ends the request.
 
-    num_output_tokens: length of the whole output where finish_reason came with a token, else None.
+    num_output_tokens: length of the whole output where finish_reason came with a token, else None. num_wanted_blocks:
+    not 0 where it is about a preempted sequence that may move to a decode worker with so many free blocks.
     """
 
     finish_reason: FinishReason | None
@@ -24,6 +25,7 @@ class LegNews:
     error: BatonError | None
     num_cached_tokens: int
     timings: Timings
+    num_wanted_blocks: int = 0
 
 
 class LegListener(Protocol):

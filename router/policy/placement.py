@@ -106,6 +106,12 @@ def fits(request: PlacementRequest, worker: WorkerLoad) -> bool:
     return request.num_tokens < worker.num_blocks * request.block_size
 
 
+def room_elsewhere(num_blocks: int, decode_id: str, decodes: Sequence[WorkerLoad]) -> bool:
+    """Whether a sequence that decode_id preempted should move: another decode worker has num_blocks free, and as many
+    again, so that it is not preempted there."""
+    return any(w.usable and w.worker_id != decode_id and w.num_free_blocks >= 2 * num_blocks for w in decodes)
+
+
 def _uncached(request: PlacementRequest, worker: WorkerLoad) -> int:
     return max(0, request.num_tokens - worker.num_cached_tokens)
 

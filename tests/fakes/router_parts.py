@@ -17,6 +17,7 @@ from router.cluster.worker_session import SessionState, WorkerSession
 from router.dispatcher import Dispatcher
 from router.placer import WorkerPair
 from router.policy.admission import Targets
+from router.policy.placement import room_elsewhere
 from router.request_record import RequestRecord
 from router.spec import GenerationSpec
 
@@ -87,6 +88,10 @@ class PlayedPlacer:
             raise BatonError(ErrorKind.NO_WORKER, "none", retry_after_s=1.0)
         return WorkerPair(prefill, decode, uncached_prefill_tokens=num_tokens, new_decode_blocks=2)
 
+    def has_room_elsewhere(self, decode_id: str, num_blocks: int) -> bool:
+        loads = [w.session.load() for w in self.decodes]
+        return room_elsewhere(num_blocks, decode_id, loads)
+
     def _pick(self, workers: list[PlayedWorker], failed: Collection[str]) -> WorkerSession | None:
         up = [w.session for w in workers if w.session.ready]
         good = [s for s in up if s.record.worker_id not in failed]
@@ -98,10 +103,14 @@ class Observed:
     """A RequestObserver that remembers."""
 
     retries: list[ErrorKind] = field(default_factory=list)
+    num_moves: int = 0
     records: list[RequestRecord] = field(default_factory=list)
 
     def on_retry(self, reason: ErrorKind) -> None:
         self.retries.append(reason)
+
+    def on_move(self) -> None:
+        self.num_moves += 1
 
     def on_end(self, record: RequestRecord) -> None:
         self.records.append(record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from common.engine.batch import ScheduledSequence
 from common.engine.messages import LegOutput, PrefillCommand, ReserveCommand
@@ -60,6 +61,16 @@ class FakeKv:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: dict[int, list[int | None]] = {}
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Implements BlockCopier, as load does."""
+        assert len(set(slots)) == len(slots) == len(block_ids)
+        self.host |= {slot: list(self.slots[block_id]) for block_id, slot in zip(block_ids, slots, strict=True)}
+
+    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self.slots[block_id] = list(self.host[slot])
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int | None]:
         return [self.slots[block_ids[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
@@ -274,8 +285,8 @@ class FakeSender:
         return transfer
 
 
-def make_config(**overrides: int) -> SchedulerConfig:
-    values = {
+def make_config(**overrides: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
         "block_size": 4,
         "vocab_size": VOCAB_SIZE,
         "max_model_len": 64,
@@ -295,6 +306,7 @@ def make_spec(
     max_tokens: int = 8,
     deadline: float = 1e9,
     stop_token_ids: tuple[int, ...] = (),
+    priority: int = 0,
 ) -> SequenceSpec:
     return SequenceSpec(
         transfer_id=transfer_id,
@@ -304,6 +316,7 @@ def make_spec(
         hash_seed=SEED,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids),
         deadline=deadline,
+        priority=priority,
     )
 
 

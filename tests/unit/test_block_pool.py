@@ -56,7 +56,7 @@ def test_a_shared_block_is_free_only_after_its_last_release():
 
 def test_empty_blocks_are_taken_before_cached_ones_are_evicted():
     pool, evicted = BlockPool(3), []
-    pool.on_evict = evicted.append
+    pool.on_evict = evicted.extend
     block_ids = pool.allocate(2)
     assert block_ids is not None
     pool.retain(block_ids[0])
@@ -70,7 +70,7 @@ def test_empty_blocks_are_taken_before_cached_ones_are_evicted():
 
 def test_eviction_takes_the_least_recently_used_and_of_a_sequence_its_tail_first():
     pool, evicted = BlockPool(4), []
-    pool.on_evict = evicted.append
+    pool.on_evict = evicted.extend
     old, new = pool.allocate(2), pool.allocate(2)
     assert old is not None
     assert new is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import pytest
 
+from common.engine.cost_rates import CostRates
 from common.engine.messages import (
     AbortCommand,
     AbortOwnerCommand,
@@ -19,8 +21,10 @@ from common.engine.messages import (
 )
 from common.errors import BatonError, ErrorKind
 from common.kvcache.block_pool import BlockPool
+from common.kvcache.host_tier import HostTier
 from common.kvcache.prefix_cache import PrefixCache
 from common.sampling_params import FinishReason
+from decode_service.preemption import Means
 from decode_service.scheduler import DecodeScheduler
 from kv_transfer.types import Handoff, WorkerIdentity
 from tests.unit.engine_fakes import (
@@ -40,11 +44,12 @@ from tests.unit.engine_fakes import (
 class Decode:
     """A decode engine without its thread."""
 
-    def __init__(self, num_blocks: int = 16, **config: int) -> None:
+    def __init__(self, num_blocks: int = 16, host_slots: int = 0, **config: Any) -> None:
         self.config = make_config(**config)
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool)
         self.kv = FakeKv(num_blocks, self.config.block_size)
+        host = HostTier(host_slots, self.kv) if host_slots else None
+        self.cache = PrefixCache(self.pool, host)
         self.runner = FakeRunner(self.kv, self.pool)
         self.receiver = FakeReceiver(self.kv)
         self.inbox: list[TransferEvent] = []
@@ -114,7 +119,7 @@ class Decode:
         step = self.scheduler._step
         chunk_tokens = sum(len(c.token_ids) for _, c in step if len(c.token_ids) > 1)
         assert chunk_tokens <= self.config.chunk_budget_tokens
-        active = len(self.scheduler._running) + self.scheduler._num_receiving
+        active = len(self.scheduler._running) + len(self.scheduler._receiving)
         assert len(step) <= active <= self.config.max_running
 
 
@@ -246,7 +251,7 @@ def test_an_abort_frees_the_blocks_within_the_round_at_every_stage(stage):
         d.commit("a", PROMPT)
         d.round()
     if stage == "preempted":
-        d.scheduler._preempt(d.scheduler._running[0])
+        d.scheduler._preempt(d.scheduler._running[0], Means.RECOMPUTE)
     before = d.pool.num_free
     d.round(AbortCommand(1, "a"))
     assert d.leg("a").finish_reason == FinishReason.ABORT
@@ -364,7 +369,7 @@ def test_a_receiver_that_refuses_costs_nothing():
     assert d.pool.num_free == d.pool.num_blocks
 
 
-def test_when_blocks_run_out_the_youngest_gives_way_and_resumes_with_the_same_text():
+def test_when_blocks_run_out_somebody_gives_way_and_resumes_with_the_same_text():
     d = Decode(num_blocks=8, max_model_len=32)
     prompts = {name: [i, *range(10, 15)] for i, name in enumerate("abc")}
     firsts = {}
@@ -401,7 +406,7 @@ def test_what_was_preempted_before_its_last_token_resumes_for_it():
     first = d.commit("a", PROMPT)
     d.round()
     assert len(d.leg("a").tokens) == 1
-    d.scheduler._preempt(d.scheduler._running[0])
+    d.scheduler._preempt(d.scheduler._running[0], Means.RECOMPUTE)
     d.run_until_idle()
     expected, _ = reference_output(PROMPT, 6, make_spec("a", PROMPT, max_tokens=3).sampling, 32)
     assert [first, *d.leg("a").tokens] == expected
@@ -424,8 +429,8 @@ def test_kv_that_arrives_when_no_block_is_left_is_not_lost():
 
 def test_new_work_does_not_overtake_what_was_preempted():
     d = Decode(num_blocks=8, max_model_len=32)
-    d.round(reserve(make_spec("a", [1] * 12, max_tokens=15), prefill_here=True))
-    d.round(reserve(make_spec("b", [2] * 10, max_tokens=15), prefill_here=True))
+    specs = make_spec("a", [1] * 12, max_tokens=15), make_spec("b", [2] * 10, max_tokens=15)
+    d.round(*(reserve(spec, prefill_here=True) for spec in specs))
     while not d.scheduler._preempted:
         d.round()
     d.round(reserve(make_spec("c", [3], max_tokens=2), prefill_here=True))
@@ -475,3 +480,112 @@ def test_the_load_report_counts_what_is_there():
     d.run_until_idle()
     assert d.news.load.queued_prefill_tokens == 0
     assert d.news.load.num_running == d.news.load.num_waiting == 0
+
+
+def crowd(d: Decode, num: int, prompt_len: int, max_tokens: int, **fields) -> dict[str, list[int]]:
+    """So many sequences at once, computed here; returns the undisturbed text of each."""
+    specs = [make_spec(str(i), [i, *range(10, 9 + prompt_len)], max_tokens=max_tokens, **fields) for i in range(num)]
+    d.round(*(reserve(spec, prefill_here=True) for spec in specs))
+    return {
+        spec.transfer_id: reference_output(spec.token_ids, prompt_len, spec.sampling, d.config.max_model_len)[0]
+        for spec in specs
+    }
+
+
+@pytest.mark.parametrize("host_slots", [0, 1, 40])
+def test_under_pressure_every_text_is_undisturbed_whatever_the_means(host_slots):
+    d = Decode(num_blocks=10, max_model_len=40, host_slots=host_slots)
+    expected = crowd(d, 4, 7, 30)
+    d.run_until_idle()
+    assert {name: d.leg(name).tokens for name in expected} == expected
+    assert d.news is not None
+    load = d.news.load
+    assert load.num_preemptions_total > 0
+    assert (load.num_swapped_total > 0) == (host_slots == 40), "pins need room for a whole sequence"
+    assert load.num_host_blocks == host_slots
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_what_was_swapped_out_is_not_computed_again():
+    """Only the last, partly filled block is; without a tier nearly all of it."""
+
+    def computed(host_slots: int) -> int:
+        d = Decode(num_blocks=10, max_model_len=40, host_slots=host_slots)
+        crowd(d, 4, 7, 30)
+        d.run_until_idle()
+        return sum(len(s.token_ids) for step in d.runner.steps for s in step)
+
+    least = 4 * (7 + 30 - 1)
+    assert computed(40) - least < (computed(0) - least) / 2
+
+
+def test_the_least_urgent_gives_way_and_the_most_urgent_never_does():
+    d = Decode(num_blocks=10, max_model_len=40)
+    specs = [make_spec(str(i), [i] * 7, max_tokens=30, priority=i - 1) for i in range(4)]
+    d.round(*(reserve(spec, prefill_here=True) for spec in specs))
+    while not d.leg("0").ended:
+        d.round()
+        for sequence in d.scheduler._sequences.values():
+            assert sequence.priority >= 0 or not sequence.num_preemptions
+    d.run_until_idle()
+    assert all(d.leg(str(i)).finish_reason is FinishReason.LENGTH for i in range(4))
+
+
+def test_an_urgent_newcomer_goes_before_who_was_preempted_and_one_of_its_class_does_not():
+    d = Decode(num_blocks=10, max_model_len=40)
+    crowd(d, 4, 7, 30)
+    while not d.scheduler._preempted:
+        d.round()
+    d.round(reserve(make_spec("same", [40], max_tokens=1), prefill_here=True))
+    assert not d.leg("same").outputs
+    d.round(reserve(make_spec("urgent", [41], max_tokens=1, priority=-1), prefill_here=True))
+    while not d.leg("urgent").ended:
+        d.round()
+    assert not d.leg("same").outputs
+    d.run_until_idle()
+    assert d.leg("same").ended
+
+
+def test_after_a_resume_or_an_admission_nobody_gives_way_for_a_blocks_worth_of_steps():
+    d = Decode(num_blocks=14, max_model_len=48, max_running=6)
+    crowd(d, 6, 5, 40)
+    calm_since, num_preemptions = 0, 0
+    for step in range(2000):
+        preempted = set(map(id, d.scheduler._preempted))
+        waiting = len(d.scheduler._waiting)
+        if not d.round():
+            break
+        total = d.news.load.num_preemptions_total if d.news else 0
+        if total > num_preemptions:
+            assert step - calm_since >= d.config.block_size, "preempted in a loop"
+            num_preemptions = total
+        if preempted - set(map(id, d.scheduler._preempted)) or len(d.scheduler._waiting) < waiting:
+            calm_since = step
+    assert num_preemptions > 0
+
+
+def test_a_router_is_told_where_waiting_is_dearer_than_moving_and_only_then():
+    def offers(step_ns: int) -> int:
+        d = Decode(num_blocks=10, max_model_len=40, rates=CostRates(step_ns=step_ns))
+        crowd(d, 4, 7, 30)
+        d.run_until_idle()
+        told = [o.num_wanted_blocks for leg in d.legs.values() for o in leg.outputs if o.num_wanted_blocks]
+        assert d.news is not None
+        assert d.news.load.num_offered_total == len(told)
+        assert all(0 < n <= d.pool.num_blocks for n in told)
+        return len(told)
+
+    assert offers(step_ns=1) == 0
+    assert offers(step_ns=1 << 30) > 0
+
+
+def test_the_budget_of_chunks_follows_measured_steps():
+    d = Decode(num_blocks=256, max_model_len=1024, chunk_budget_tokens=128, step_target_s=0.1)
+    d.scheduler.handle(reserve(make_spec("a", [1] * 900, max_tokens=2), prefill_here=True), d.now)
+    while scheduled := d.scheduler.schedule(d.now):
+        d.now += 0.01 * sum(len(s.token_ids) for s in scheduled)  # ten tokens take the whole target
+        d.scheduler.complete(d.runner.execute(scheduled), d.now)
+    chunks = [len(step[0].token_ids) for step in d.runner.steps if len(step[0].token_ids) > 1]
+    assert chunks[0] == 128
+    assert chunks == sorted(chunks, reverse=True)
+    assert 32 <= chunks[-2] < 48

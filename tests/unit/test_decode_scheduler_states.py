@@ -11,6 +11,8 @@ from common.engine.sequence import SequenceStatus
 from common.errors import BatonError, ErrorKind
 from common.rpc.worker_messages import SequenceSpec
 from common.sampling_params import FinishReason
+from decode_service.policy import longest
+from decode_service.preemption import MAX_PREEMPTIONS
 from tests.unit.engine_fakes import STOP_TOKEN, make_spec, reference_output, reserve
 from tests.unit.test_decode_scheduler import Decode
 
@@ -21,10 +23,13 @@ CONTEXT = 40
 class DecodeMachine(RuleBasedStateMachine):
     """A small pool under prompts that share prefixes, so that eviction, sharing and preemption are frequent."""
 
-    @initialize(budget=st.sampled_from([3, 8, 64]), max_running=st.integers(1, 5))
-    def start(self, budget: int, max_running: int) -> None:
+    @initialize(
+        budget=st.sampled_from([3, 8, 64]), max_running=st.integers(1, 5), host_slots=st.sampled_from([0, 2, 20])
+    )
+    def start(self, budget: int, max_running: int, host_slots: int) -> None:
         self.d = Decode(
             num_blocks=NUM_BLOCKS,
+            host_slots=host_slots,
             max_model_len=CONTEXT,
             chunk_budget_tokens=budget,
             max_running=max_running,
@@ -43,8 +48,9 @@ class DecodeMachine(RuleBasedStateMachine):
         here=st.booleans(),
         owner=st.integers(1, 2),
         patient=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, -1, 3]),
     )
-    def arrive(self, stem, length, fork, emitted, max_tokens, here, owner, patient) -> None:
+    def arrive(self, stem, length, fork, emitted, max_tokens, here, owner, patient, priority) -> None:
         name = f"t{len(self.specs)}"
         tokens = [stem if i < fork else 3 + len(self.specs) % 4 for i in range(length + emitted)]
         deadline = 1e9 if patient else self.d.now + 12.0
@@ -55,6 +61,7 @@ class DecodeMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             deadline=deadline,
             stop_token_ids=(STOP_TOKEN,),
+            priority=priority,
         )
         self.specs[name] = spec
         if not patient:
@@ -131,6 +138,16 @@ class DecodeMachine(RuleBasedStateMachine):
         for sequence in self.d.scheduler._sequences.values() if hasattr(self, "d") else ():
             if sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED):
                 assert len(sequence.block_table) == 0
+
+    @invariant()
+    def nobody_gives_way_too_often(self) -> None:
+        if not hasattr(self, "d"):
+            return
+        for sequence in self.d.scheduler._sequences.values():
+            assert sequence.num_preemptions <= MAX_PREEMPTIONS
+            if sequence.is_guaranteed and sequence.status == SequenceStatus.RUNNING:
+                assert not sequence.block_table.num_missing(longest(sequence, CONTEXT)), "it may have to ask again"
+            assert bool(sequence.pinned_hashes) <= (sequence.status == SequenceStatus.PREEMPTED)
 
     def expected(self, name: str) -> tuple[list[int], FinishReason]:
         spec = self.specs[name]

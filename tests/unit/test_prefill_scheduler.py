@@ -17,6 +17,7 @@ from common.engine.messages import (
 )
 from common.errors import BatonError, ErrorKind
 from common.kvcache.block_pool import BlockPool
+from common.kvcache.host_tier import HostTier
 from common.kvcache.prefix_cache import PrefixCache
 from common.sampling_params import FinishReason
 from kv_transfer.types import Handoff
@@ -41,11 +42,12 @@ from tests.unit.engine_fakes import (
 class Prefill:
     """A prefill engine without its thread."""
 
-    def __init__(self, num_blocks: int = 16, **config: int) -> None:
+    def __init__(self, num_blocks: int = 16, host_slots: int = 0, **config: int) -> None:
         self.config = make_config(**config)
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool)
         self.kv = FakeKv(num_blocks, self.config.block_size)
+        host = HostTier(host_slots, self.kv) if host_slots else None
+        self.cache = PrefixCache(self.pool, host)
         self.runner = FakeRunner(self.kv, self.pool)
         self.sender = FakeSender(self.kv)
         self.inbox: list[TransferEvent] = []

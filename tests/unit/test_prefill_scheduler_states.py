@@ -22,10 +22,13 @@ CONTEXT = 40
 class PrefillMachine(RuleBasedStateMachine):
     """Transfers gather late and end at any time; prompts share prefixes in a small pool."""
 
-    @initialize(budget=st.sampled_from([3, 8, 64]), max_running=st.integers(1, 4))
-    def start(self, budget: int, max_running: int) -> None:
+    @initialize(
+        budget=st.sampled_from([3, 8, 64]), max_running=st.integers(1, 4), host_slots=st.sampled_from([0, 2, 20])
+    )
+    def start(self, budget: int, max_running: int, host_slots: int) -> None:
         self.p = Prefill(
             num_blocks=NUM_BLOCKS,
+            host_slots=host_slots,
             max_model_len=CONTEXT,
             chunk_budget_tokens=budget,
             max_running=max_running,
@@ -43,12 +46,13 @@ class PrefillMachine(RuleBasedStateMachine):
         cached_blocks=st.integers(0, 8),
         patient=st.booleans(),
         pullable=st.sampled_from([0, 0, 7, 40]),
+        priority=st.sampled_from([0, 0, -1, 3]),
     )
-    def arrive(self, stem, length, fork, max_tokens, cached_blocks, patient, pullable) -> None:
+    def arrive(self, stem, length, fork, max_tokens, cached_blocks, patient, pullable, priority) -> None:
         name = f"t{len(self.specs)}"
         tokens = [stem if i < fork else 3 + len(self.specs) % 4 for i in range(length)]
         deadline = 1e9 if patient else self.p.now + 6.0
-        self.specs[name] = make_spec(name, tokens, max_tokens=max_tokens, deadline=deadline)
+        self.specs[name] = make_spec(name, tokens, max_tokens=max_tokens, deadline=deadline, priority=priority)
         if not patient:
             self.disturbed.add(name)
         cached = min(cached_blocks * BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)

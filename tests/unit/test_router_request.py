@@ -55,6 +55,7 @@ async def test_a_plain_request_passes_both_workers_and_ends_once(bench):
     reserve = d0.pop_command().reserve
     assert (list(reserve.spec.token_ids), reserve.spec.num_prompt_tokens) == (PROMPT, len(PROMPT))
     assert not reserve.prefill_here
+    assert reserve.spec.priority == 0
     assert 0 < reserve.spec.timeout_ms <= 60_000
     assert p0.commands == []
     d0.reserved(transfer_id)
@@ -422,3 +423,52 @@ def test_whatever_fails_the_output_is_a_prefix_of_the_truth_and_everything_is_gi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
         asyncio.run(story())
+
+
+async def test_a_preempted_request_moves_to_where_there_is_room_and_that_is_no_failure(monkeypatch):
+    """Back and forth, as often as allowed; then it stays. Its attempts are all still there."""
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench = Bench(num_decode=2)
+    client, transfer_id = await started(bench, make_spec(50))
+    bench.decodes[0].reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50])
+    for move in range(request_module.MAX_MOVES + 1):
+        here, there = bench.decodes[move % 2], bench.decodes[1 - move % 2]
+        emitted = len(client.tokens)
+        here.output(transfer_id, first_index=emitted, token_ids=[50 + emitted])
+        here.output(transfer_id, first_index=emitted + 1, num_wanted_blocks=7)
+        await settle()
+        aborted = [c.abort.transfer_id for c in here.commands_of("abort")]
+        assert (transfer_id in aborted) == (move < request_module.MAX_MOVES)
+        if transfer_id in aborted:
+            spec = there.commands_of("reserve")[-1].reserve.spec
+            assert (list(spec.token_ids), spec.num_prompt_tokens) == (PROMPT + client.tokens, len(PROMPT))
+            transfer_id = spec.transfer_id
+            there.reserved(transfer_id)
+            emitted = len(client.tokens)
+            bench.prefills[0].output(transfer_id, first_index=emitted, token_ids=[50 + emitted])
+    assert client.tokens == [50 + i for i in range(len(client.tokens))]
+    assert (bench.observed.retries, bench.observed.num_moves) == ([], request_module.MAX_MOVES)
+    seen = {c.reserve.spec.transfer_id for d in bench.decodes for c in d.commands_of("reserve")}
+    for _ in range(request_module.MAX_ATTEMPTS):
+        assert client.ends == []
+        for decode in bench.decodes:
+            decode.output(transfer_id, error="LEASE_LOST")
+        await settle()
+        new = {c.reserve.spec.transfer_id for d in bench.decodes for c in d.commands_of("reserve")} - seen
+        transfer_id = next(iter(new), "")
+        seen |= new
+    assert client.end.kind is ErrorKind.NO_WORKER
+
+
+async def test_a_preempted_request_stays_where_nobody_else_has_room():
+    bench = Bench(num_decode=1)
+    client, transfer_id = await started(bench, make_spec(5))
+    d0 = bench.decodes[0]
+    d0.reserved(transfer_id)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50])
+    d0.output(transfer_id, first_index=1, num_wanted_blocks=7)
+    await settle()
+    assert d0.commands_of("abort") == []
+    d0.output(transfer_id, first_index=1, token_ids=[51, 52, 53, 54], finish_reason="LENGTH", leg_ended=True)
+    assert client.tokens == [50, 51, 52, 53, 54]

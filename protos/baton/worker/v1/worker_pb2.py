@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import common_pb2 as baton_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x62\x61ton/worker/v1/worker.proto\x12\x0f\x62\x61ton.worker.v1\x1a\x1c\x62\x61ton/common/v1/common.proto\"\x10\n\x0eGetInfoRequest\"\xd5\x01\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.baton.worker.v1.Role\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\"\xbd\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x42\n\nlogit_bias\x18\x0c \x03(\x0b\x32..baton.worker.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\")\n\x04\x46ork\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\xfa\x01\n\x0cSequenceSpec\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x11\n\thash_seed\x18\x05 \x01(\x0c\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.baton.worker.v1.SamplingParams\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12$\n\x05\x66orks\x18\t \x03(\x0b\x32\x15.baton.worker.v1.Fork\"S\n\x0eReserveCommand\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.baton.worker.v1.SequenceSpec\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\"\x83\x01\n\x0eTransferTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpull_secret\x18\x06 \x01(\x0c\"c\n\nPullSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\xa1\x01\n\x0ePrefillCommand\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.baton.worker.v1.SequenceSpec\x12/\n\x06target\x18\x02 \x01(\x0b\x32\x1f.baton.worker.v1.TransferTarget\x12\x31\n\x0cpull_sources\x18\x03 \x03(\x0b\x32\x1b.baton.worker.v1.PullSource\"#\n\x0c\x41\x62ortCommand\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\")\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"\xda\x01\n\x0eSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.worker.v1.HelloH\x00\x12\x32\n\x07reserve\x18\x02 \x01(\x0b\x32\x1f.baton.worker.v1.ReserveCommandH\x00\x12\x32\n\x07prefill\x18\x03 \x01(\x0b\x32\x1f.baton.worker.v1.PrefillCommandH\x00\x12.\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x1d.baton.worker.v1.AbortCommandH\x00\x42\x07\n\x05\x66rame\"9\n\x07Welcome\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .baton.worker.v1.GetInfoResponse\"P\n\x08Reserved\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12/\n\x06target\x18\x02 \x01(\x0b\x32\x1f.baton.worker.v1.TransferTarget\"k\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\"\x90\x03\n\x0eSequenceOutput\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x34\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12+\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetail\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.baton.worker.v1.Timings\x12\x11\n\tleg_ended\x18\x08 \x01(\x08\x12\x30\n\x08logprobs\x18\t \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\x12\x37\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\x12\x1a\n\x12\x66irst_prompt_index\x18\x0b \x01(\r\"\xd6\x01\n\nLoadReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x06 \x01(\r\x12\x1c\n\x14prefix_queries_total\x18\x07 \x01(\x04\x12\x19\n\x11prefix_hits_total\x18\x08 \x01(\x04\"i\n\nStepOutput\x12\x30\n\x07outputs\x18\x01 \x03(\x0b\x32\x1f.baton.worker.v1.SequenceOutput\x12)\n\x04load\x18\x02 \x01(\x0b\x32\x1b.baton.worker.v1.LoadReport\"\xa3\x01\n\x0fSessionResponse\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.baton.worker.v1.WelcomeH\x00\x12-\n\x08reserved\x18\x02 \x01(\x0b\x32\x19.baton.worker.v1.ReservedH\x00\x12+\n\x04step\x18\x03 \x01(\x0b\x32\x1b.baton.worker.v1.StepOutputH\x00\x42\x07\n\x05\x66rame*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xaf\x01\n\rWorkerService\x12L\n\x07GetInfo\x12\x1f.baton.worker.v1.GetInfoRequest\x1a .baton.worker.v1.GetInfoResponse\x12P\n\x07Session\x12\x1f.baton.worker.v1.SessionRequest\x1a .baton.worker.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x62\x61ton/worker/v1/worker.proto\x12\x0f\x62\x61ton.worker.v1\x1a\x1c\x62\x61ton/common/v1/common.proto\"\x10\n\x0eGetInfoRequest\"\xd5\x01\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.baton.worker.v1.Role\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\"\xbd\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x42\n\nlogit_bias\x18\x0c \x03(\x0b\x32..baton.worker.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\")\n\x04\x46ork\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\x8c\x02\n\x0cSequenceSpec\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x11\n\thash_seed\x18\x05 \x01(\x0c\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.baton.worker.v1.SamplingParams\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12$\n\x05\x66orks\x18\t \x03(\x0b\x32\x15.baton.worker.v1.Fork\x12\x10\n\x08priority\x18\x0c \x01(\x11\"S\n\x0eReserveCommand\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.baton.worker.v1.SequenceSpec\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\"\x83\x01\n\x0eTransferTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpull_secret\x18\x06 \x01(\x0c\"c\n\nPullSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\xa1\x01\n\x0ePrefillCommand\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.baton.worker.v1.SequenceSpec\x12/\n\x06target\x18\x02 \x01(\x0b\x32\x1f.baton.worker.v1.TransferTarget\x12\x31\n\x0cpull_sources\x18\x03 \x03(\x0b\x32\x1b.baton.worker.v1.PullSource\"#\n\x0c\x41\x62ortCommand\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\")\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"\xda\x01\n\x0eSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.worker.v1.HelloH\x00\x12\x32\n\x07reserve\x18\x02 \x01(\x0b\x32\x1f.baton.worker.v1.ReserveCommandH\x00\x12\x32\n\x07prefill\x18\x03 \x01(\x0b\x32\x1f.baton.worker.v1.PrefillCommandH\x00\x12.\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x1d.baton.worker.v1.AbortCommandH\x00\x42\x07\n\x05\x66rame\"9\n\x07Welcome\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .baton.worker.v1.GetInfoResponse\"P\n\x08Reserved\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12/\n\x06target\x18\x02 \x01(\x0b\x32\x1f.baton.worker.v1.TransferTarget\"k\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\"\xab\x03\n\x0eSequenceOutput\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x34\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1d.baton.common.v1.FinishReason\x12+\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1c.baton.common.v1.ErrorDetail\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.baton.worker.v1.Timings\x12\x11\n\tleg_ended\x18\x08 \x01(\x08\x12\x30\n\x08logprobs\x18\t \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\x12\x37\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1e.baton.common.v1.TokenLogprobs\x12\x1a\n\x12\x66irst_prompt_index\x18\x0b \x01(\r\x12\x19\n\x11num_wanted_blocks\x18\x10 \x01(\r\"\xd6\x01\n\nLoadReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x06 \x01(\r\x12\x1c\n\x14prefix_queries_total\x18\x07 \x01(\x04\x12\x19\n\x11prefix_hits_total\x18\x08 \x01(\x04\"i\n\nStepOutput\x12\x30\n\x07outputs\x18\x01 \x03(\x0b\x32\x1f.baton.worker.v1.SequenceOutput\x12)\n\x04load\x18\x02 \x01(\x0b\x32\x1b.baton.worker.v1.LoadReport\"\xa3\x01\n\x0fSessionResponse\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.baton.worker.v1.WelcomeH\x00\x12-\n\x08reserved\x18\x02 \x01(\x0b\x32\x19.baton.worker.v1.ReservedH\x00\x12+\n\x04step\x18\x03 \x01(\x0b\x32\x1b.baton.worker.v1.StepOutputH\x00\x42\x07\n\x05\x66rame*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xaf\x01\n\rWorkerService\x12L\n\x07GetInfo\x12\x1f.baton.worker.v1.GetInfoRequest\x1a .baton.worker.v1.GetInfoResponse\x12P\n\x07Session\x12\x1f.baton.worker.v1.SessionRequest\x1a .baton.worker.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2985
-  _globals['_ROLE']._serialized_end=3048
+  _globals['_ROLE']._serialized_start=3030
+  _globals['_ROLE']._serialized_end=3093
   _globals['_GETINFOREQUEST']._serialized_start=79
   _globals['_GETINFOREQUEST']._serialized_end=95
   _globals['_GETINFORESPONSE']._serialized_start=98
@@ -47,35 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORK']._serialized_start=761
   _globals['_FORK']._serialized_end=802
   _globals['_SEQUENCESPEC']._serialized_start=805
-  _globals['_SEQUENCESPEC']._serialized_end=1055
-  _globals['_RESERVECOMMAND']._serialized_start=1057
-  _globals['_RESERVECOMMAND']._serialized_end=1140
-  _globals['_TRANSFERTARGET']._serialized_start=1143
-  _globals['_TRANSFERTARGET']._serialized_end=1274
-  _globals['_PULLSOURCE']._serialized_start=1276
-  _globals['_PULLSOURCE']._serialized_end=1375
-  _globals['_PREFILLCOMMAND']._serialized_start=1378
-  _globals['_PREFILLCOMMAND']._serialized_end=1539
-  _globals['_ABORTCOMMAND']._serialized_start=1541
-  _globals['_ABORTCOMMAND']._serialized_end=1576
-  _globals['_HELLO']._serialized_start=1578
-  _globals['_HELLO']._serialized_end=1619
-  _globals['_SESSIONREQUEST']._serialized_start=1622
-  _globals['_SESSIONREQUEST']._serialized_end=1840
-  _globals['_WELCOME']._serialized_start=1842
-  _globals['_WELCOME']._serialized_end=1899
-  _globals['_RESERVED']._serialized_start=1901
-  _globals['_RESERVED']._serialized_end=1981
-  _globals['_TIMINGS']._serialized_start=1983
-  _globals['_TIMINGS']._serialized_end=2090
-  _globals['_SEQUENCEOUTPUT']._serialized_start=2093
-  _globals['_SEQUENCEOUTPUT']._serialized_end=2493
-  _globals['_LOADREPORT']._serialized_start=2496
-  _globals['_LOADREPORT']._serialized_end=2710
-  _globals['_STEPOUTPUT']._serialized_start=2712
-  _globals['_STEPOUTPUT']._serialized_end=2817
-  _globals['_SESSIONRESPONSE']._serialized_start=2820
-  _globals['_SESSIONRESPONSE']._serialized_end=2983
-  _globals['_WORKERSERVICE']._serialized_start=3051
-  _globals['_WORKERSERVICE']._serialized_end=3226
+  _globals['_SEQUENCESPEC']._serialized_end=1073
+  _globals['_RESERVECOMMAND']._serialized_start=1075
+  _globals['_RESERVECOMMAND']._serialized_end=1158
+  _globals['_TRANSFERTARGET']._serialized_start=1161
+  _globals['_TRANSFERTARGET']._serialized_end=1292
+  _globals['_PULLSOURCE']._serialized_start=1294
+  _globals['_PULLSOURCE']._serialized_end=1393
+  _globals['_PREFILLCOMMAND']._serialized_start=1396
+  _globals['_PREFILLCOMMAND']._serialized_end=1557
+  _globals['_ABORTCOMMAND']._serialized_start=1559
+  _globals['_ABORTCOMMAND']._serialized_end=1594
+  _globals['_HELLO']._serialized_start=1596
+  _globals['_HELLO']._serialized_end=1637
+  _globals['_SESSIONREQUEST']._serialized_start=1640
+  _globals['_SESSIONREQUEST']._serialized_end=1858
+  _globals['_WELCOME']._serialized_start=1860
+  _globals['_WELCOME']._serialized_end=1917
+  _globals['_RESERVED']._serialized_start=1919
+  _globals['_RESERVED']._serialized_end=1999
+  _globals['_TIMINGS']._serialized_start=2001
+  _globals['_TIMINGS']._serialized_end=2108
+  _globals['_SEQUENCEOUTPUT']._serialized_start=2111
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2538
+  _globals['_LOADREPORT']._serialized_start=2541
+  _globals['_LOADREPORT']._serialized_end=2755
+  _globals['_STEPOUTPUT']._serialized_start=2757
+  _globals['_STEPOUTPUT']._serialized_end=2862
+  _globals['_SESSIONRESPONSE']._serialized_start=2865
+  _globals['_SESSIONRESPONSE']._serialized_end=3028
+  _globals['_WORKERSERVICE']._serialized_start=3096
+  _globals['_WORKERSERVICE']._serialized_end=3271
 # @@protoc_insertion_point(module_scope)

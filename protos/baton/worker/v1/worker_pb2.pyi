@@ -240,6 +240,7 @@ class SequenceSpec(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Ours, never reused; one an attempt."""
     request_id: _builtins.str
@@ -252,6 +253,8 @@ class SequenceSpec(_message.Message):
     """What is left of the request's deadline when this frame is sent."""
     traceparent: _builtins.str
     """W3C trace context; empty where tracing is off."""
+    priority: _builtins.int
+    """Class: lower is more urgent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then the tokens already emitted (after a migration)."""
@@ -272,10 +275,11 @@ class SequenceSpec(_message.Message):
         timeout_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forks", b"forks", "hash_seed", b"hash_seed", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forks", b"forks", "hash_seed", b"hash_seed", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,6 +590,7 @@ class SequenceOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_INDEX_FIELD_NUMBER: _builtins.int
+    NUM_WANTED_BLOCKS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     first_index: _builtins.int
     """Index in the whole output of the first of token_ids."""
@@ -605,6 +610,11 @@ class SequenceOutput(_message.Message):
     has let go of everything. Exactly one such frame a leg.
     """
     first_prompt_index: _builtins.int
+    num_wanted_blocks: _builtins.int
+    """Not 0, in a frame of its own: the sequence was preempted, and would go on
+    sooner on another decode worker that has so many free blocks. If its
+    router does not move it, it goes on here.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -637,10 +647,11 @@ class SequenceOutput(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         first_prompt_index: _builtins.int = ...,
+        num_wanted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "first_index", b"first_index", "first_prompt_index", b"first_prompt_index", "leg_ended", b"leg_ended", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "token_ids", b"token_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "first_index", b"first_index", "first_prompt_index", b"first_prompt_index", "leg_ended", b"leg_ended", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_wanted_blocks", b"num_wanted_blocks", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "token_ids", b"token_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

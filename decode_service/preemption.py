@@ -1,0 +1,107 @@
+"""Who gives its blocks up when none is free, and how its KV comes back: pure, in whole nanoseconds, explained in
+docs/SCHEDULING.md.
+
+    loss    the cheapest way to have the victim's KV again: recompute it, or swap it through host memory
+    gain    blocks that come free, as far as they are wanted
+    victim  least urgent class, then least loss for each block of gain, then the youngest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from common.engine.cost_rates import CostRates
+
+# A sequence that gave way so often gets, with its next blocks, all that it can ever need: it asks and gives no more.
+MAX_PREEMPTIONS: Final = 3
+# What going on elsewhere takes beside computing and sending: frames between router and workers, a place in a batch.
+MOVE_STEPS: Final = 4
+
+
+class Means(StrEnum):
+    """How a preempted sequence gets its KV back. What its blocks left in the pool's cache is used in either case."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one running sequence would lose and give.
+
+    num_tokens: with KV. num_kept_tokens: leading ones whose blocks others hold, too: they stay. num_saved_tokens:
+    leading ones that host memory would keep. num_freed_blocks: held by nobody else. num_saves: of its full blocks,
+    those that host memory lacks. num_loads: blocks between kept and saved. can_swap: host memory has room for all.
+    """
+
+    priority: int
+    arrival: int
+    num_tokens: int
+    num_kept_tokens: int
+    num_saved_tokens: int
+    num_freed_blocks: int
+    num_saves: int
+    num_loads: int
+    can_swap: bool
+
+    def loss(self, rates: CostRates) -> tuple[int, Means]:
+        """Nanoseconds of the cheaper means; of equals, the one that needs no memory."""
+        recompute_ns = rates.compute_ns(self.num_kept_tokens, self.num_tokens)
+        if self.can_swap:
+            rest_ns = rates.compute_ns(max(self.num_saved_tokens, self.num_kept_tokens), self.num_tokens)
+            swap_ns = (self.num_saves + self.num_loads) * rates.block_copy_ns + rest_ns
+            if swap_ns < recompute_ns:
+                return swap_ns, Means.SWAP
+        return recompute_ns, Means.RECOMPUTE
+
+
+# Index of the victim, and the means. candidates: not empty. num_wanted: blocks that will be needed soon, ≥ 1.
+VictimPolicy = Callable[[Sequence[Candidate], int, CostRates], tuple[int, Means]]
+
+
+def choose_victim(candidates: Sequence[Candidate], num_wanted: int, rates: CostRates) -> tuple[int, Means]:
+    """The victim that wastes least; see VictimPolicy. One that frees nothing is the last resort."""
+
+    def key(index: int) -> tuple[bool, int, int, int]:
+        candidate = candidates[index]
+        loss_ns, _ = candidate.loss(rates)
+        gain = min(candidate.num_freed_blocks, num_wanted)
+        return (gain == 0, -candidate.priority, loss_ns // max(1, gain), -candidate.arrival)
+
+    chosen = min(range(len(candidates)), key=key)
+    return chosen, candidates[chosen].loss(rates)[1]
+
+
+def youngest(candidates: Sequence[Candidate], num_wanted: int, rates: CostRates) -> tuple[int, Means]:
+    """What most engines do: the newest gives way, and is recomputed. The yardstick of choose_victim."""
+    return max(range(len(candidates)), key=lambda i: candidates[i].arrival), Means.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A running sequence: blocks that its end would free, and how many tokens it may still produce at most."""
+
+    num_blocks: int
+    num_left_tokens: int
+
+
+def steps_until_free(num_needed: int, num_free: int, holders: Sequence[Holder], block_size: int) -> int:
+    """Decode steps until num_needed blocks are free, if all run to their last token; those that stay grow meanwhile."""
+    if num_free >= num_needed or not holders:
+        return 0
+    by_end = sorted(holders, key=lambda holder: holder.num_left_tokens)
+    for num_staying, holder in zip(range(len(by_end) - 1, -1, -1), by_end, strict=True):
+        num_free += holder.num_blocks
+        if num_free - num_staying * holder.num_left_tokens // block_size >= num_needed:
+            return holder.num_left_tokens
+    return by_end[-1].num_left_tokens
+
+
+def is_worth_moving(num_tokens: int, stay_steps: int, loss_ns: int, num_blocks: int, rates: CostRates) -> bool:
+    """Whether going on elsewhere, from its tokens, is cheaper than to wait stay_steps and lose loss_ns here."""
+    stay_ns = stay_steps * rates.step_ns + loss_ns
+    move_ns = rates.compute_ns(0, num_tokens) + 2 * num_blocks * rates.block_copy_ns + MOVE_STEPS * rates.step_ns
+    return move_ns < stay_ns
