@@ -48,6 +48,22 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's own."""
+        return (
+            bool(self.logit_bias)
+            or self.min_tokens > 0
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether a step must know more of the sequence than its sampling parameters, or tell more than its token."""
+        return self.changes_logits or self.logprobs is not None or self.prompt_logprobs is not None
+
     def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Whether `token_id`, as output token number `num_output_tokens` (counted from 1), ends the sequence."""
         if token_id in self.stop_token_ids:

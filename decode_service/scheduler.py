@@ -30,6 +30,7 @@ from common.engine.messages import (
     TransferEvent,
     TransferFailed,
 )
+from common.engine.runner import SampledExtras
 from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
 from common.engine.sequence import SequenceStatus
 from common.engine.waiting_queue import WaitingQueue, note_overtaken
@@ -37,6 +38,7 @@ from common.errors import BatonError, ErrorKind
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.block_table import num_blocks_for_tokens
 from common.kvcache.prefix_cache import Allocation, PrefixCache
+from common.logprobs import TokenLogprobs
 from common.rpc.worker_messages import LoadReport
 from common.sampling_params import FinishReason
 from decode_service.policy import (
@@ -116,6 +118,8 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
                 sequence = self._accept(item.spec, item.owner, now, DecodeSequence)
                 if sequence is not None:
                     sequence.prefill_here = item.prefill_here
+                    if not item.prefill_here:
+                        sequence.next_prompt_logprob = sequence.num_prompt_tokens  # the prefill worker tells them
                     self._waiting.push(sequence)
             case TransferCommitted() | TransferFailed():
                 sequence = self._sequences.get(item.transfer_id)
@@ -150,15 +154,25 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         for sequence in list(self._running):
             if sequence.status != SequenceStatus.RUNNING:
                 continue  # preempted for another
-            while num_missing := sequence.block_table.num_missing(sequence.num_tokens):
-                block_ids = self._pool.allocate(num_missing)
+            while num_wanted := self._num_wanted_blocks(sequence):
+                block_ids = self._pool.allocate(num_wanted)
                 if block_ids is not None:
+                    if sequence.shares_tail:
+                        sequence.copy_source = sequence.block_table.replace(sequence.tail_index, block_ids.pop())
+                        sequence.shares_tail = False
                     sequence.block_table.append(block_ids)
                     break
                 victim, means = self._preemptor.choose(self._running, self._head_room(RESUME_HORIZON_BLOCKS))
                 self._preempt(victim, means)
                 if victim is sequence:
                     break
+
+    def _num_wanted_blocks(self, sequence: DecodeSequence) -> int:
+        """For the next token, and for a copy of the block that it goes to, if others still use that."""
+        if sequence.shares_tail:
+            tail = sequence.block_table.block_ids[sequence.tail_index]
+            sequence.shares_tail = self._pool.references(tail) > 1
+        return sequence.block_table.num_missing(sequence.num_tokens) + sequence.shares_tail
 
     def _preempt(self, sequence: DecodeSequence, means: Means) -> None:
         """Its full blocks stay in the prefix cache as long as nobody needs the room; its tokens stay with it."""
@@ -194,7 +208,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
             self._emit(sequence.owner, offer)
 
     def _resume(self) -> None:
-        while self._preempted and self._has_room_to_run():
+        while self._preempted and self._has_room_to_run(self._preempted[0]):
             sequence = self._preempted[0]
             if self._reserve_blocks(sequence, RESUME_HORIZON_BLOCKS, to_compute_here=True) is None:
                 return
@@ -205,7 +219,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
 
     def _admit(self, now: float) -> None:
         """New sequences, unless a preempted one of the same claim waits for blocks that they would take from it."""
-        while self._waiting and self._has_room_to_run():
+        while self._waiting and self._has_room_to_run(self._waiting.head):
             sequence = self._waiting.head
             if self._preempted and resume_rank(self._preempted[0]) < resume_rank(sequence):
                 return
@@ -223,14 +237,18 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
             else:
                 self._expect_transfer(sequence, now)
 
-    def _has_room_to_run(self) -> bool:
-        """A sequence whose KV is on the way counts: at its commit it runs at once."""
-        return len(self._running) + len(self._receiving) < self._config.max_running
+    def _has_room_to_run(self, sequence: DecodeSequence) -> bool:
+        """A sequence whose KV is on the way counts: at its commit it runs at once, and so do its forks."""
+        busy = sum(1 + len(each.forks) for group in (self._running, self._receiving.values()) for each in group)
+        return busy + 1 + len(sequence.forks) <= self._config.max_running
 
     def _head_room(self, horizon_blocks: int) -> int:
         """Blocks that those who run, or will at their commit, will ask for within the horizon."""
         active = (*self._running, *self._receiving.values())
-        return head_room(active, self._config.max_model_len, horizon_blocks)
+        num_forks = sum(len(each.forks) for each in active)
+        own = head_room(active, self._config.max_model_len, horizon_blocks)
+        # A fork begins with a copy of the prompt's last block.
+        return own + num_forks * (1 + horizon_blocks)
 
     def _reserve_blocks(
         self, sequence: DecodeSequence, horizon_blocks: int, *, to_compute_here: bool
@@ -245,21 +263,53 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         sequence.move_to(SequenceStatus.RUNNING)
         insort(self._running, sequence, key=run_rank)
 
-    def _after_chunk(self, sequence: DecodeSequence, token_id: int | None, now: float) -> None:
+    def _after_chunk(self, sequence: DecodeSequence, token_id: int | None, more: SampledExtras, now: float) -> None:
         if token_id is None:
             sequence.note_chunk(now)
             return
-        sequence.token_ids.append(token_id)
         if sequence.decode_started_at is None:
             sequence.note_chunk(now)
             sequence.first_token_at = sequence.decode_started_at = now
+        if sequence.forks:
+            for fork, (fork_token, logprobs) in zip(self._part(sequence, now), more.forks, strict=True):
+                fork.first_token_at = now
+                self._say(fork, fork_token, logprobs, now)
+        self._say(sequence, token_id, more.logprobs, now)
+        if sequence.muted and sequence.status == SequenceStatus.RUNNING:
+            self._give_up(sequence, None, now)
+
+    def _say(self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """The next token of a running sequence, which it may end."""
+        sequence.token_ids.append(token_id)
+        told = () if logprobs is None else (logprobs,)
         finish_reason = sequence.finish_reason(self._config.max_model_len)
         if finish_reason is not None:
             self._running.remove(sequence)
-            self._end(sequence, now, token_ids=(token_id,), finish_reason=finish_reason)
+            self._end(sequence, now, token_ids=(token_id,), finish_reason=finish_reason, logprobs=told)
             return
-        output = LegOutput(sequence.transfer_id, sequence.num_output_tokens - 1, (token_id,))
+        output = LegOutput(sequence.transfer_id, sequence.num_output_tokens - 1, (token_id,), logprobs=told)
         self._emit(sequence.owner, output)
+
+    def _part(self, leader: DecodeSequence, now: float) -> list[DecodeSequence]:
+        """The leader's forks run from now on: on its blocks, as far as they hold KV, until they write to the last."""
+        forks = self._forks_of(leader)
+        leader.forks.clear()
+        shared = list(leader.block_table.covering(leader.num_computed_tokens))
+        tail_is_partial = leader.num_computed_tokens % self._config.block_size > 0
+        leader.shares_tail = tail_is_partial
+        for fork in forks:
+            fork.leader = None
+            self._pool.acquire(shared)
+            fork.block_table.append(shared)
+            fork.num_computed_tokens = leader.num_computed_tokens
+            fork.num_registered_blocks = leader.num_registered_blocks
+            fork.num_cached_tokens = leader.num_cached_tokens
+            fork.block_hashes = list(leader.block_hashes)
+            fork.shares_tail = tail_is_partial
+            fork.started_at = leader.started_at
+            fork.decode_started_at = now
+            self._run(fork)
+        return forks
 
     # A sequence's KV arriving
 
@@ -296,13 +346,27 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
         del self._receiving[sequence.transfer_id]
         sequence.note_transfer(stats)
         self._advance(sequence, sequence.num_uncomputed_tokens)
-        sequence.token_ids.append(handoff.first_token_id)
         sequence.decode_started_at = now
-        finish_reason = handoff.finish_reason or sequence.finish_reason(self._config.max_model_len)
-        if finish_reason is not None:
-            self._end(sequence, now, finish_reason=finish_reason)
+        self._run(sequence)
+        firsts = {fork.transfer_id: fork for fork in handoff.forks}
+        for fork in self._part(sequence, now) if sequence.forks else ():
+            if (first := firsts.get(fork.transfer_id)) is not None:
+                self._go_on(fork, first.first_token_id, first.finish_reason, now)
+            else:
+                error = BatonError(ErrorKind.LEASE_LOST, "the prefill worker had given this continuation up")
+                self._give_up(fork, error, now)
+        if sequence.muted:
+            self._give_up(sequence, None, now)
         else:
-            self._run(sequence)
+            self._go_on(sequence, handoff.first_token_id, handoff.finish_reason, now)
+
+    def _go_on(self, sequence: DecodeSequence, first_token_id: int, reason: FinishReason | None, now: float) -> None:
+        """From the first token, which the prefill worker has drawn and told."""
+        sequence.token_ids.append(first_token_id)
+        finish_reason = reason or sequence.finish_reason(self._config.max_model_len)
+        if finish_reason is not None:
+            self._running.remove(sequence)
+            self._end(sequence, now, finish_reason=finish_reason)
 
     def _give_up(self, sequence: DecodeSequence, error: BatonError | None, now: float) -> None:
         match sequence.status:

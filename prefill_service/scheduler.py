@@ -11,8 +11,6 @@ ever shared. Blocks that the decode side holds are computed or matched here, but
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListOf
-
 from common.engine.batch import ScheduledSequence
 from common.engine.loans import TransferOpener
 from common.engine.messages import (
@@ -24,6 +22,7 @@ from common.engine.messages import (
     TransferEvent,
     TransferFailed,
 )
+from common.engine.runner import SampledExtras, StepResult
 from common.engine.scheduler import Post, SchedulerConfig, SequenceScheduler
 from common.engine.sequence import SequenceStatus
 from common.engine.waiting_queue import WaitingQueue
@@ -31,9 +30,10 @@ from common.errors import BatonError
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.block_table import num_blocks_for_tokens
 from common.kvcache.prefix_cache import PrefixCache
+from common.logprobs import TokenLogprobs
 from common.rpc.worker_messages import PullSource
 from common.sampling_params import FinishReason
-from kv_transfer.types import Handoff, OutgoingTransfer, SenderCallbacks, TransferStats
+from kv_transfer.types import ForkToken, Handoff, OutgoingTransfer, SenderCallbacks, TransferStats
 from prefill_service.pulls import Pulls
 from prefill_service.sequence import PrefillSequence
 
@@ -65,7 +65,8 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
                 sequence = self._accept(item.spec, item.owner, now, PrefillSequence)
                 if sequence is not None:
                     sequence.target = item.target
-                    sequence.pull_sources = _sources_of(item)
+                    # What is pulled has no logits, and those of the prompt are wanted.
+                    sequence.pull_sources = () if sequence.wants_prompt_logprobs else _sources_of(item)
                     self._waiting.push(sequence)
             case TransferEnded():
                 sequence = self._sequences.get(item.transfer_id)
@@ -179,13 +180,13 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             sequence.num_pushed_blocks = num_final_blocks
             sequence.outgoing.push(block_ids)
 
-    def complete(self, token_ids: ListOf[int | None], now: float) -> None:
+    def complete(self, result: StepResult, now: float) -> None:
         if self._pulls is not None:
             num_tokens = sum(len(scheduled.token_ids) for _, scheduled in self._step)
             self._pulls.costs.note_step(num_tokens, now - self._step_began_at)
-        super().complete(token_ids, now)
+        super().complete(result, now)
 
-    def _after_chunk(self, sequence: PrefillSequence, token_id: int | None, now: float) -> None:
+    def _after_chunk(self, sequence: PrefillSequence, token_id: int | None, more: SampledExtras, now: float) -> None:
         sequence.note_chunk(now)
         if token_id is None:
             self._push_blocks(sequence, sequence.num_computed_tokens // self._config.block_size)
@@ -193,19 +194,36 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         self._push_blocks(sequence, len(sequence.block_table))
         self._running.remove(sequence)
         sequence.move_to(SequenceStatus.SENDING)
+        forks = tuple(
+            ForkToken(fork.transfer_id, fork_token, self._first_token(fork, sequence, fork_token, logprobs, now))
+            for fork, (fork_token, logprobs) in zip(self._forks_of(sequence), more.forks, strict=True)
+        )
+        finish_reason = self._first_token(sequence, sequence, token_id, more.logprobs, now)
+        if sequence.outgoing is not None:
+            sequence.outgoing.commit(Handoff(sequence.num_computed_tokens, token_id, finish_reason, forks))
+
+    def _first_token(
+        self,
+        sequence: PrefillSequence,
+        leader: PrefillSequence,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+    ) -> FinishReason | None:
+        """Straight to the router. Returns whether it ends the sequence."""
         sequence.token_ids.append(token_id)
         sequence.first_token_at = now
         finish_reason = sequence.finish_reason(self._config.max_model_len)
-        if sequence.outgoing is not None:
-            sequence.outgoing.commit(Handoff(sequence.num_computed_tokens, token_id, finish_reason))
         first_token = LegOutput(
             transfer_id=sequence.transfer_id,
             first_index=sequence.num_output_tokens - 1,
             token_ids=(token_id,),
             finish_reason=finish_reason,
-            num_cached_tokens=sequence.num_cached_tokens,
+            num_cached_tokens=leader.num_cached_tokens,
+            logprobs=() if logprobs is None else (logprobs,),
         )
         self._emit(sequence.owner, first_token)
+        return finish_reason
 
     def _on_transfer_end(self, sequence: PrefillSequence, result: TransferStats | BatonError, now: float) -> None:
         self._stop_pulling(sequence)

@@ -224,7 +224,7 @@ def reference(loaded: LoadedModel, prompt: Sequence[int], sampling: SamplingPara
     start, reason = 0, None
     while reason is None:
         table = range(-(-len(tokens) // layout.block_size))
-        (token,) = runner.execute([ScheduledSequence(tokens[start:], start, table, sampling, len(output))])
+        (token,) = runner.execute([ScheduledSequence(tokens[start:], start, table, sampling, len(output))]).token_ids
         assert token is not None
         start = len(tokens)
         tokens.append(token)

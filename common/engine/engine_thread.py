@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from common.engine.batch import ScheduledSequence
 from common.engine.messages import Command, EngineNews, TransferEvent
-from common.engine.runner import Runner
+from common.engine.runner import Runner, StepResult
 from common.errors import BatonError, ErrorKind
 from common.telemetry import get_logger
 
@@ -43,7 +43,7 @@ class Scheduler(Protocol):
 
     def schedule(self, now: float) -> list[ScheduledSequence]: ...
 
-    def complete(self, token_ids: Sequence[int | None], now: float) -> None: ...
+    def complete(self, result: StepResult, now: float) -> None: ...
 
     def fail_step(self, error: BatonError, now: float) -> None: ...
 
@@ -187,12 +187,12 @@ class EngineThread:
         """Run one step; returns its seconds."""
         started = self._clock()
         try:
-            token_ids = self._runner.execute(scheduled)
+            result = self._runner.execute(scheduled)
         except Exception as error:
             self._on_step_failure(error)
         else:
             self._consecutive_failures = 0
-            self._scheduler.complete(token_ids, self._clock())
+            self._scheduler.complete(result, self._clock())
         self._heartbeat = self._clock()
         return self._heartbeat - started
 

@@ -1,4 +1,4 @@
-"""Runs one engine step: batch, forward pass, sampling."""
+"""Runs one engine step: copies of shared blocks, batch, forward pass, sampling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from common.engine.batch import ScheduledSequence, build_batch
+from common.engine.extras import not_finite, sample_with_extras
+from common.engine.runner import SampledExtras, StepResult
 from common.engine.sampler import Sampler
 from common.kvcache.kv_cache import TORCH_DTYPES, KvCache
 from common.model.interface import Model
@@ -23,16 +25,25 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._sampler = Sampler()
 
-    def execute(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
-        """See Runner.execute. Raises BatonError (INTERNAL) if the logits aren't finite."""
+    def execute(self, scheduled: Sequence[ScheduledSequence]) -> StepResult:
+        """See Runner.execute. A row of logits that isn't finite fails its own sequence only."""
         if not scheduled:
-            return []
-        sampling = [(s.sampling, s.output_index) for s in scheduled if s.sampling is not None]
+            return StepResult([])
         with torch.inference_mode():
+            if copies := [s.copy for s in scheduled if s.copy is not None]:
+                self._kv_cache.copy_blocks(copies)
             batch = build_batch(scheduled, self._kv_cache.layout.block_size, self._kv_cache.device)
             logits = self._model.forward(batch, self._kv_cache)
-            tokens = iter(self._sampler.sample(logits, [params for params, _ in sampling], [i for _, i in sampling]))
-        return [None if s.sampling is None else next(tokens) for s in scheduled]
+            if any(s.extras is not None for s in scheduled):
+                return sample_with_extras(self._sampler, scheduled, logits)
+            sampling = [(s.sampling, s.output_index) for s in scheduled if s.sampling is not None]
+            drawn = self._sampler.sample(logits, [params for params, _ in sampling], [i for _, i in sampling])
+        tokens = iter(drawn)
+        token_ids = [None if s.sampling is None else next(tokens) for s in scheduled]
+        if None not in drawn:
+            return StepResult(token_ids)
+        failed = (i for i, s in enumerate(scheduled) if s.sampling is not None and token_ids[i] is None)
+        return StepResult(token_ids, {i: SampledExtras(error=not_finite()) for i in failed})
 
     def warm_up(self, num_tokens: int) -> None:
         """Run a chunk of up to `num_tokens` and a decode, so that the first request doesn't pay for lazy set-up.

@@ -21,7 +21,6 @@ import torch
 from torch.nn import functional
 
 from common.engine.random_bits import gumbel_noise, random_key
-from common.errors import BatonError, ErrorKind
 from common.sampling_params import SamplingParams
 
 _RUN: Final = 128  # tokens that share the first level of an unfiltered draw
@@ -36,20 +35,21 @@ class Sampler:
 
     def sample(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
-    ) -> list[int]:
-        """One token id a row. logits: float32 [R, vocab], not changed. output_indices: i of each row's token.
+    ) -> list[int | None]:
+        """One token id a row; None for a row that holds NaN or +inf, or nothing but -inf.
 
-        Raises BatonError (INTERNAL) if a row holds NaN or +inf, or nothing but -inf.
+        logits: float32 [R, vocab], not changed. output_indices: i of each row's token.
         """
         if not params:
             return []
         highest, tokens = logits.max(dim=-1)
-        if not bool(highest.isfinite().all()):
-            raise BatonError(ErrorKind.INTERNAL, "the model's logits are not finite: its weights or KV are damaged")
-        chosen: list[int] = tokens.tolist()
+        chosen: list[int | None] = tokens.tolist()
+        finite = highest.isfinite()
+        if not bool(finite.all()):
+            chosen = [token if good else None for token, good in zip(chosen, finite.tolist(), strict=True)]
         unfiltered: list[tuple[int, torch.Tensor, int]] = []
         for row, (wanted, index) in enumerate(zip(params, output_indices, strict=True)):
-            if wanted.is_greedy:
+            if wanted.is_greedy or chosen[row] is None:
                 continue
             key = random_key(wanted.seed, index)
             # In this order, since a tiny temperature would overflow the plain quotient.

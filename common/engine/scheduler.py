@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Generic, TypeVar
 
@@ -31,15 +31,18 @@ from common.engine.messages import (
     StepShape,
     TransferEvent,
 )
+from common.engine.runner import SampledExtras, StepResult
 from common.engine.sequence import Sequence, SequenceStatus, check_spec
 from common.errors import BatonError, ErrorKind, invalid
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import Allocation, PrefixCache
+from common.logprobs import TokenLogprobs
 from common.rpc.worker_messages import LoadReport, SequenceSpec
 from common.sampling_params import FinishReason
 
 Post = Callable[[TransferEvent], None]
 OVERLOADED_RETRY_AFTER_S: Final = 1.0
+NO_EXTRAS: Final = SampledExtras()
 S = TypeVar("S", bound=Sequence)
 
 
@@ -117,10 +120,10 @@ class SequenceScheduler(ABC, Generic[S]):
             case AbortCommand():
                 sequence = self._sequences.get(item.transfer_id)
                 if sequence is not None and sequence.owner == item.owner:
-                    self._give_up(sequence, None, now)
+                    self._let_go(sequence, None, now)
             case AbortOwnerCommand():
                 for sequence in [s for s in self._sequences.values() if s.owner == item.owner]:
-                    self._give_up(sequence, None, now)
+                    self._let_go(sequence, None, now)
             case DrainCommand():
                 self._draining = True
             case LendCommand():
@@ -138,7 +141,7 @@ class SequenceScheduler(ABC, Generic[S]):
         for sequence in [s for s in self._sequences.values() if s.deadline <= now]:
             sequence.deadline = inf
             error = BatonError(ErrorKind.DEADLINE_EXCEEDED, f"the deadline passed while {sequence.status}")
-            self._give_up(sequence, error, now)
+            self._let_go(sequence, error, now)
         self._earliest_deadline = min((s.deadline for s in self._sequences.values()), default=inf)
 
     def schedule(self, now: float) -> list[ScheduledSequence]:
@@ -148,28 +151,37 @@ class SequenceScheduler(ABC, Generic[S]):
         self._step_shape = _shape_of(self._step) if self._step else None
         return [scheduled for _, scheduled in self._step]
 
-    def complete(self, token_ids: ListOf[int | None], now: float) -> None:
-        """The step has run; `token_ids` as Runner.execute returns them."""
+    def complete(self, result: StepResult, now: float) -> None:
+        """The step has run. Of a sequence that failed in it, the new KV can't be trusted."""
         self._changed = True
         self._adapt_budget(now - self._step_began_at)
         step, self._step = self._step, []
-        for (sequence, scheduled), token_id in zip(step, token_ids, strict=True):
+        extras = result.extras
+        for index, ((sequence, scheduled), token_id) in enumerate(zip(step, result.token_ids, strict=True)):
+            more = extras.get(index, NO_EXTRAS) if extras else NO_EXTRAS
+            if more.error is not None:
+                self._let_go(sequence, more.error, now)
+                continue
+            if scheduled.copy is not None:
+                self._drop_copy_source(sequence)
             self._advance(sequence, len(scheduled.token_ids))
-            self._after_chunk(sequence, token_id, now)
+            if more.prompt_logprobs:
+                self._tell_prompt_logprobs(sequence, scheduled.start + 1, more)
+            self._after_chunk(sequence, token_id, more, now)
 
     def fail_step(self, error: BatonError, now: float) -> None:
         """The step has failed: so do its sequences, whose new KV can't be trusted."""
         self._changed = True
         step, self._step = self._step, []
         for sequence, _ in step:
-            self._give_up(sequence, error, now)
+            self._let_go(sequence, error, now)
 
     def stop(self, error: BatonError, now: float) -> None:
         """End all sequences and take no more."""
         self._changed = True
         self._draining = True
         for sequence in list(self._sequences.values()):
-            self._give_up(sequence, error, now)
+            self._let_go(sequence, error, now)
         self._loans.abort_all()
 
     def take_news(self, step_s: float | None) -> EngineNews | None:
@@ -187,6 +199,7 @@ class SequenceScheduler(ABC, Generic[S]):
         """Recount everything from scratch; raises RuntimeError naming the first fault."""
         held = Counter(b for s in self._sequences.values() for b in s.block_table.block_ids)
         held.update(self._loans.pinned_block_ids())
+        held.update(s.copy_source for s in self._sequences.values() if s.copy_source is not None)
         self._pool.check_integrity(held)
         self._cache.check_integrity(self._pins())
         for sequence in self._sequences.values():
@@ -205,7 +218,7 @@ class SequenceScheduler(ABC, Generic[S]):
     def _plan_step(self, now: float) -> list[tuple[S, ScheduledSequence]]: ...
 
     @abstractmethod
-    def _after_chunk(self, sequence: S, token_id: int | None, now: float) -> None:
+    def _after_chunk(self, sequence: S, token_id: int | None, more: SampledExtras, now: float) -> None:
         """A chunk's KV is computed and registered; token_id is what was sampled behind it, if it was the last."""
 
     @abstractmethod
@@ -230,23 +243,41 @@ class SequenceScheduler(ABC, Generic[S]):
     # What they share
 
     def _accept(self, spec: SequenceSpec, owner: int, now: float, make: type[S]) -> S | None:
-        """A new WAITING sequence, or None after telling `owner` why not."""
+        """A new WAITING sequence, with its forks, or None after telling `owner` why not."""
         error = self._refusal(spec)
         if error is not None:
-            self._emit(owner, LegOutput(spec.transfer_id, error=error, leg_ended=True))
+            for transfer_id in (spec.transfer_id, *(fork.transfer_id for fork in spec.forks)):
+                self._emit(owner, LegOutput(transfer_id, error=error, leg_ended=True))
             self._ended_legs.append(EndedLeg.refused(spec, error, now))
             return None
+        sequence = self._enter(spec, owner, now, make)
+        for fork in spec.forks:
+            sampling = replace(spec.sampling, seed=fork.seed, prompt_logprobs=None)
+            # The leader's spans tell of the work; a fork has none of its own.
+            own = replace(spec, transfer_id=fork.transfer_id, sampling=sampling, traceparent="", forks=())
+            other = self._enter(own, owner, now, make)
+            other.leader = sequence
+            sequence.forks.append(other)
+        self._earliest_deadline = min(self._earliest_deadline, spec.deadline)
+        return sequence
+
+    def _enter(self, spec: SequenceSpec, owner: int, now: float, make: type[S]) -> S:
         sequence = make(spec, owner, self._next_arrival, now, self._config.block_size)
         self._next_arrival += 1
         self._sequences[spec.transfer_id] = sequence
-        self._earliest_deadline = min(self._earliest_deadline, spec.deadline)
         return sequence
 
     def _refusal(self, spec: SequenceSpec) -> BatonError | None:
         if self._draining:
             return BatonError(ErrorKind.DRAINING, "this worker is stopping: send the request to another")
-        if spec.transfer_id in self._sequences:
-            return invalid(f"transfer id {spec.transfer_id} is in use: a new attempt needs a new id")
+        ids = [spec.transfer_id, *(fork.transfer_id for fork in spec.forks)]
+        taken = next((each for each in ids if each in self._sequences or ids.count(each) > 1), None)
+        if taken is not None:
+            return invalid(f"transfer id {taken} is in use: a new attempt needs a new id")
+        if len(ids) > self._config.max_running:
+            return invalid(
+                f"{len(ids)} continuations can't run at once: max_running is {self._config.max_running}", "n"
+            )
         if self._num_waiting() >= self._config.max_waiting:
             return BatonError(
                 ErrorKind.OVERLOADED,
@@ -255,15 +286,43 @@ class SequenceScheduler(ABC, Generic[S]):
             )
         return check_spec(spec, self._config.vocab_size, self._config.max_model_len)
 
+    def _let_go(self, sequence: S, error: BatonError | None, now: float) -> None:
+        """Give `sequence` up, of itself or as one of several continuations of a prompt; a no-op after its end."""
+        if sequence.status == SequenceStatus.FINISHED:
+            return
+        leader = sequence.leader
+        if leader is not None:
+            leader.forks.remove(sequence)
+            sequence.leader = None
+            self._end(sequence, now, finish_reason=None if error else FinishReason.ABORT, error=error)
+            if leader.muted and not leader.forks:
+                self._give_up(self._sequences[leader.transfer_id], None, now)
+        elif error is None and sequence.forks:
+            sequence.muted = True
+        else:
+            self._give_up(sequence, error, now)
+
+    def _forks_of(self, sequence: S) -> list[S]:
+        return [self._sequences[fork.transfer_id] for fork in sequence.forks]
+
+    def _tell_prompt_logprobs(self, sequence: S, first_index: int, more: SampledExtras) -> None:
+        sequence.next_prompt_logprob = max(sequence.next_prompt_logprob, first_index + len(more.prompt_logprobs))
+        output = LegOutput(sequence.transfer_id, prompt_logprobs=more.prompt_logprobs, first_prompt_index=first_index)
+        self._emit(sequence.owner, output)
+
     def _take_blocks(
         self, sequence: S, num_shareable_blocks: int, num_tokens: int, keep_free: int = 0
     ) -> Allocation | None:
         """Give `sequence`, which has none, blocks for positions [0, num_tokens): all, or none and None.
 
         Up to num_shareable_blocks of its leading full blocks come from the prefix cache, pool or host tier; these count
-        as computed. keep_free: blocks that must be free afterwards.
+        as computed. A prompt whose logprobs are wanted is computed, cached or not. keep_free: blocks that must be free
+        afterwards.
         """
         sequence.extend_hashes()
+        if sequence.wants_prompt_logprobs:
+            num_told_blocks = (sequence.next_prompt_logprob - 1) // self._config.block_size
+            num_shareable_blocks = min(num_shareable_blocks, num_told_blocks)
         hashes = sequence.block_hashes[:num_shareable_blocks]
         taken = self._cache.allocate(hashes, sequence.block_table.num_missing(num_tokens), keep_free)
         if taken is not None:
@@ -288,7 +347,14 @@ class SequenceScheduler(ABC, Generic[S]):
 
     def _release_blocks(self, sequence: S) -> None:
         self._pool.release(sequence.block_table.clear())
+        self._drop_copy_source(sequence)
+        sequence.shares_tail = False
         sequence.num_registered_blocks = 0
+
+    def _drop_copy_source(self, sequence: S) -> None:
+        if sequence.copy_source is not None:
+            self._pool.release([sequence.copy_source])
+            sequence.copy_source = None
 
     def _advance(self, sequence: S, num_tokens: int) -> None:
         """The KV of the next num_tokens is final: blocks that are full now enter the prefix cache."""
@@ -309,11 +375,18 @@ class SequenceScheduler(ABC, Generic[S]):
         token_ids: tuple[int, ...] = (),
         finish_reason: FinishReason | None = None,
         error: BatonError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """The leg's last frame; blocks return to the pool. `sequence` must have left the queues already.
+        """The leg's last frame; blocks return to the pool. `sequence` must have left the queues already. Forks that
+        still wait for it end with it.
 
-        token_ids: the last of its tokens, which no frame has carried yet.
+        token_ids: the last of its tokens, which no frame has carried yet; logprobs: theirs.
         """
+        for fork in self._forks_of(sequence):
+            fork.leader = None
+            fork.num_cached_tokens = sequence.num_cached_tokens
+            self._end(fork, now, error=error)
+        sequence.forks.clear()
         self._release_blocks(sequence)
         phase = sequence.status
         sequence.move_to(SequenceStatus.FINISHED)
@@ -330,6 +403,7 @@ class SequenceScheduler(ABC, Generic[S]):
             num_cached_tokens=sequence.num_cached_tokens,
             timings=sequence.timings(now),
             leg_ended=True,
+            logprobs=logprobs,
         )
         self._emit(sequence.owner, output)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from common.engine.batch import ScheduledSequence
+from common.engine.batch import SamplingExtras, ScheduledSequence
 from common.engine.messages import EndedLeg
 from common.errors import BatonError, ErrorKind, invalid
 from common.kvcache.block_hash import HASH_BYTES, chain_hashes
@@ -22,6 +22,8 @@ from kv_transfer.types import TransferStats
 
 # Of the chunks of a traced prompt, these first ones are told apart.
 MAX_CHUNKS_TOLD: Final = 128
+# Of a prompt whose logprobs are wanted: each token's logits are kept until the step's end, 200 kB with 50 k tokens.
+PROMPT_LOGPROBS_CHUNK: Final = 256
 
 
 class SequenceStatus(StrEnum):
@@ -49,7 +51,13 @@ LEGAL_MOVES: Final[dict[SequenceStatus, frozenset[SequenceStatus]]] = {
 
 class Sequence:
     """arrival: 0, 1, 2 … in order of acceptance by this engine; the tie-break of every policy. priority: of its class,
-    lower is more urgent. Times are monotonic."""
+    lower is more urgent. Times are monotonic.
+
+    Further continuations of a prompt (worker_messages.Fork) are sequences, too. Until there is a first token they have
+    no blocks and wait in the `forks` of their `leader`, which alone is computed or received; then they go their own
+    ways with its blocks. muted: a leader that its router gave up, and that goes on for its forks' sake.
+    copy_source: a shared block that the next step copies from, before the sequence writes to its own copy.
+    """
 
     __slots__ = (
         "arrival",
@@ -58,10 +66,15 @@ class Sequence:
         "block_size",
         "block_table",
         "chunks",
+        "copy_source",
         "deadline",
         "decode_started_at",
         "first_token_at",
+        "forks",
         "hash_seed",
+        "leader",
+        "muted",
+        "next_prompt_logprob",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_overtaken",
@@ -71,6 +84,7 @@ class Sequence:
         "priority",
         "request_id",
         "sampling",
+        "shares_tail",
         "started_at",
         "status",
         "token_ids",
@@ -102,6 +116,14 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         # Leading blocks that the prefix cache knows: matched, or offered to it.
         self.num_registered_blocks = 0
+        self.leader: Sequence | None = None
+        self.forks: list[Sequence] = []
+        self.muted = False
+        # The block of the next token may have other users, too.
+        self.shares_tail = False
+        self.copy_source: int | None = None
+        # First prompt token whose logprobs are still to be told.
+        self.next_prompt_logprob = spec.num_prompt_tokens if spec.sampling.prompt_logprobs is None else 1
         self.arrived_at = arrived_at
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -135,6 +157,8 @@ class Sequence:
     def next_chunk(self, max_tokens: int) -> ScheduledSequence:
         """The next ≤ max_tokens uncomputed tokens as a share of a step. It samples where it reaches the last token."""
         start = self.num_computed_tokens
+        if self.wants_prompt_logprobs:
+            max_tokens = min(max_tokens, PROMPT_LOGPROBS_CHUNK)
         token_ids = self.token_ids[start : start + max_tokens]
         end = start + len(token_ids)
         return ScheduledSequence(
@@ -143,6 +167,29 @@ class Sequence:
             block_table=self.block_table.covering(end),
             sampling=self.sampling if end == len(self.token_ids) else None,
             output_index=self.num_output_tokens,
+            copy=None
+            if self.copy_source is None
+            else (self.copy_source, self.block_table.block_ids[start // self.block_size]),
+            extras=self._extras(start, end) if self.forks or self.sampling.needs_extras else None,
+        )
+
+    @property
+    def tail_index(self) -> int:
+        """Number of the block that the next computed token goes to."""
+        return self.num_computed_tokens // self.block_size
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.next_prompt_logprob < self.num_prompt_tokens
+
+    def _extras(self, start: int, end: int) -> SamplingExtras:
+        targets = self.token_ids[start + 1 : min(end + 1, self.num_prompt_tokens)] if self.wants_prompt_logprobs else ()
+        return SamplingExtras(
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            fork_seeds=tuple(fork.sampling.seed for fork in self.forks),
+            prompt_targets=targets,
+            num_prompt_logprobs=self.sampling.prompt_logprobs or 0,
         )
 
     def note_chunk(self, now: float) -> None:
@@ -213,6 +260,8 @@ def check_spec(spec: SequenceSpec, vocab_size: int, max_model_len: int) -> Baton
     """Why this engine can't run `spec`, or None. Users' errors ended at the gateway; this keeps the engine unharmed."""
     num_tokens, num_prompt_tokens, max_tokens = len(spec.token_ids), spec.num_prompt_tokens, spec.sampling.max_tokens
     num_output_tokens = num_tokens - num_prompt_tokens
+    if spec.forks and num_output_tokens:
+        return invalid("a prompt with an answer already begun has no forks")
     if not 1 <= num_prompt_tokens <= num_tokens:
         return invalid(
             f"num_prompt_tokens is {num_prompt_tokens}: it must be 1 to {num_tokens}, the number of token ids"
@@ -222,6 +271,9 @@ def check_spec(spec: SequenceSpec, vocab_size: int, max_model_len: int) -> Baton
     largest = max(spec.token_ids)
     if largest >= vocab_size or min(spec.token_ids) < 0:
         return invalid(f"token id {largest} is outside the model's vocabulary of {vocab_size}", "prompt")
+    named = [*spec.sampling.stop_token_ids, *(token_id for token_id, _ in spec.sampling.logit_bias)]
+    if any(not 0 <= token_id < vocab_size for token_id in named):
+        return invalid(f"stop_token_ids or logit_bias name a token outside the model's vocabulary of {vocab_size}")
     if num_output_tokens >= max_tokens:
         return invalid(
             f"{num_output_tokens} tokens of max_tokens {max_tokens} were emitted already: nothing is left to do"

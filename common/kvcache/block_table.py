@@ -1,4 +1,4 @@
-"""A sequence's blocks in order. Append-only: once a block's slots were handed to a step, it is never replaced.
+"""A sequence's blocks in order. Append-only, but for a shared block that must be written to: a copy replaces it.
 
 position   0 … bs-1 | bs … 2bs-1 | 2bs …
 block_ids     [0]   |     [1]    |  [2]      slot = block_ids[position // bs] * bs + position % bs
@@ -28,6 +28,11 @@ class BlockTable:
 
     def append(self, block_ids: Sequence[int]) -> None:
         self._block_ids.extend(block_ids)
+
+    def replace(self, index: int, block_id: int) -> int:
+        """Puts `block_id` in the place of number `index`; returns what stood there, whose reference is the caller's."""
+        old, self._block_ids[index] = self._block_ids[index], block_id
+        return old
 
     def num_missing(self, num_tokens: int) -> int:
         """How many more blocks positions [0, num_tokens) need."""

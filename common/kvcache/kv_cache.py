@@ -112,6 +112,11 @@ class KvCache:
         copy_parts(self.data[first_layer : first_layer + num_layers], source, parts, block_ids, reshape)
         return checksum_of(data)
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The content of each pair's first block, over all layers, into its second. No block is in both places."""
+        sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
+        self._words[:, targets] = self._words[:, sources]
+
     def _check(
         self, first_layer: int, num_layers: int, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]
     ) -> npt.NDArray[np.int64]:

@@ -54,7 +54,9 @@ def generate(
         end = min(start + chunk, len(context))
         table = blocks[: -(-end // BLOCK_SIZE)]
         sampling = GREEDY if end == len(context) else None
-        (token,) = runner.execute([ScheduledSequence(context[start:end], start, table, sampling, len(tokens))])
+        (token,) = runner.execute(
+            [ScheduledSequence(context[start:end], start, table, sampling, len(tokens))]
+        ).token_ids
         start = end
         if token is not None:
             tokens.append(token)

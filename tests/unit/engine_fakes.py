@@ -7,17 +7,18 @@ a block that is reused, shared for writing, or committed unfilled changes the te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 from common.engine.batch import ScheduledSequence
 from common.engine.messages import LegOutput, PrefillCommand, ReserveCommand
+from common.engine.runner import SampledExtras, StepResult
 from common.engine.scheduler import SchedulerConfig
 from common.errors import BatonError
 from common.kvcache.block_hash import hash_seed
 from common.kvcache.block_pool import BlockPool
-from common.rpc.worker_messages import PullSource, SequenceSpec
+from common.rpc.worker_messages import Fork, PullSource, SequenceSpec
 from common.sampling_params import FinishReason, SamplingParams
 from common.transfer_cost import CostEstimator
 from kv_transfer.types import (
@@ -35,9 +36,9 @@ SEED = hash_seed("fake-model")
 STATS = TransferStats(seconds=0.5, num_bytes=1000)
 
 
-def next_token(context: Sequence[int], output_index: int = 0) -> int:
-    """The fake model: depends on every token of the context, and nothing else."""
-    data = b"".join(t.to_bytes(4, "little") for t in context)
+def next_token(context: Sequence[int], seed: int = 0) -> int:
+    """The fake model: depends on every token of the context, on the seed, and on nothing else."""
+    data = seed.to_bytes(8, "little") + b"".join(t.to_bytes(4, "little") for t in context)
     return blake2b(data, digest_size=8).digest()[0] % VOCAB_SIZE
 
 
@@ -47,7 +48,7 @@ def reference_output(
     """What an undisturbed run says after `token_ids`."""
     tokens = list(token_ids)
     while True:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, sampling.seed))
         reason = sampling.finish_reason(tokens[-1], len(tokens) - num_prompt_tokens)
         if reason is None and len(tokens) >= max_model_len:
             reason = FinishReason.LENGTH
@@ -89,12 +90,24 @@ class FakeRunner:
         self.steps: list[list[ScheduledSequence]] = []
         self.fail_next: Exception | None = None
 
-    def execute(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+    def execute(self, scheduled: Sequence[ScheduledSequence]) -> StepResult:
         self.steps.append(list(scheduled))
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        return [self._run(s) for s in scheduled]
+        for copy in [s.copy for s in scheduled if s.copy is not None]:
+            self.kv.slots[copy[1]] = list(self.kv.slots[copy[0]])
+        return StepResult([self._run(s) for s in scheduled], self._extras(scheduled))
+
+    def _extras(self, scheduled: Sequence[ScheduledSequence]) -> dict[int, SampledExtras]:
+        """A fork's first token differs by its seed."""
+        extras: dict[int, SampledExtras] = {}
+        for i, s in enumerate(scheduled):
+            if s.extras is not None and s.sampling is not None:
+                context = self.kv.read(s.block_table, s.start + len(s.token_ids))
+                forks = tuple((next_token(context, seed=seed), None) for seed in s.extras.fork_seeds)  # type: ignore[arg-type]
+                extras[i] = SampledExtras(forks=forks)
+        return extras
 
     def _run(self, s: ScheduledSequence) -> int | None:
         end = s.start + len(s.token_ids)
@@ -109,7 +122,7 @@ class FakeRunner:
             return None
         context = self.kv.read(s.block_table, end)
         assert None not in context, "KV read that was never written"
-        return next_token(context)  # type: ignore[arg-type]
+        return next_token(context, seed=s.sampling.seed)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -307,6 +320,7 @@ def make_spec(
     deadline: float = 1e9,
     stop_token_ids: tuple[int, ...] = (),
     priority: int = 0,
+    forks: Sequence[Fork] = (),
 ) -> SequenceSpec:
     return SequenceSpec(
         transfer_id=transfer_id,
@@ -317,7 +331,13 @@ def make_spec(
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids),
         deadline=deadline,
         priority=priority,
+        forks=tuple(forks),
     )
+
+
+def fork_spec(spec: SequenceSpec, fork: Fork) -> SequenceSpec:
+    """The fork as a request of its own."""
+    return replace(spec, transfer_id=fork.transfer_id, sampling=replace(spec.sampling, seed=fork.seed), forks=())
 
 
 def make_target(num_cached_tokens: int = 0) -> TransferTarget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -19,14 +20,16 @@ from common.engine.messages import (
     TransferEnded,
     TransferEvent,
 )
+from common.engine.runner import SampledExtras, StepResult
 from common.errors import BatonError, ErrorKind
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.host_tier import HostTier
 from common.kvcache.prefix_cache import PrefixCache
+from common.rpc.worker_messages import Fork, SequenceSpec
 from common.sampling_params import FinishReason
 from decode_service.preemption import Means
 from decode_service.scheduler import DecodeScheduler
-from kv_transfer.types import Handoff, WorkerIdentity
+from kv_transfer.types import ForkToken, Handoff, WorkerIdentity
 from tests.unit.engine_fakes import (
     STATS,
     FakeKv,
@@ -93,11 +96,17 @@ class Decode:
                 return
         raise AssertionError("the scheduler never comes to rest")
 
-    def commit(self, transfer_id: str, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> int:
+    def commit(
+        self,
+        transfer_id: str,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+        forks: tuple[ForkToken, ...] = (),
+    ) -> int:
         """The prefill worker's part: KV lands, the first token is sampled."""
         self.receiver.land(transfer_id, token_ids)
         first = next_token(token_ids)
-        self.receiver.commit(transfer_id, Handoff(len(token_ids), first, finish_reason))
+        self.receiver.commit(transfer_id, Handoff(len(token_ids), first, finish_reason, forks))
         return first
 
     def leg(self, transfer_id: str) -> Leg:
@@ -119,8 +128,8 @@ class Decode:
         step = self.scheduler._step
         chunk_tokens = sum(len(c.token_ids) for _, c in step if len(c.token_ids) > 1)
         assert chunk_tokens <= self.config.chunk_budget_tokens
-        active = len(self.scheduler._running) + len(self.scheduler._receiving)
-        assert len(step) <= active <= self.config.max_running
+        active = [*self.scheduler._running, *self.scheduler._receiving.values()]
+        assert len(step) <= sum(1 + len(s.forks) for s in active) <= self.config.max_running
 
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -589,3 +598,86 @@ def test_the_budget_of_chunks_follows_measured_steps():
     assert chunks[0] == 128
     assert chunks == sorted(chunks, reverse=True)
     assert 32 <= chunks[-2] < 48
+
+
+# ---- several continuations of one prompt
+
+
+def fork_tokens(names: Sequence[str], spec: SequenceSpec) -> tuple[ForkToken, ...]:
+    seeds = {fork.transfer_id: fork.seed for fork in spec.forks}
+    return tuple(ForkToken(name, next_token(spec.token_ids, seeds[name])) for name in names)
+
+
+def forked(d: Decode, num_prompt_tokens: int = 22, max_tokens: int = 6) -> SequenceSpec:
+    """One transfer, committed: "a" and its forks "b", "c" are about to run."""
+    spec = make_spec("a", list(range(num_prompt_tokens)), max_tokens=max_tokens, forks=[Fork("b", 5), Fork("c", 6)])
+    d.round(reserve(spec))
+    assert list(d.reservations) == ["a"], "one transfer for all"
+    d.commit("a", spec.token_ids, forks=fork_tokens("bc", spec))
+    return spec
+
+
+def test_forks_share_the_prompts_blocks_and_copy_only_the_one_they_write_to():
+    d = Decode(num_blocks=16, block_size=4)
+    spec = forked(d)
+    d.round()
+    tables = [list(d.scheduler._sequences[name].block_table.block_ids) for name in "abc"]
+    assert tables[0][:5] == tables[1][:5] == tables[2][:5], "five full blocks, held by all three"
+    assert len({table[5] for table in tables}) == 3, "the partly filled one is each one's own"
+    head_room = 1
+    assert d.pool.num_blocks - d.pool.num_free == 5 + 3 + head_room
+    d.run_until_idle()
+    for name, seed in zip("abc", (0, 5, 6), strict=True):
+        alone = replace(spec.sampling, seed=seed)
+        expected, reason = reference_output(spec.token_ids, len(spec.token_ids), alone, 64)
+        assert d.leg(name).tokens == expected[1:]
+        assert d.leg(name).finish_reason == reason
+
+
+def test_whole_blocks_are_shared_without_any_copy():
+    d = Decode(num_blocks=16, block_size=4)
+    forked(d, num_prompt_tokens=20)
+    d.round()
+    assert all(s.copy is None for step in d.runner.steps for s in step)
+    d.run_until_idle()
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_a_continuation_that_is_given_up_leaves_the_others_alone():
+    d = Decode(num_blocks=16, block_size=4)
+    spec = make_spec("a", list(range(10)), forks=[Fork("b", 5), Fork("c", 6)])
+    d.round(reserve(spec))
+    d.round(AbortCommand(1, "a"), AbortCommand(1, "c"))
+    assert d.leg("c").ended
+    assert not d.leg("a").ended, "its transfer is b's"
+    d.commit("a", spec.token_ids, forks=fork_tokens("bc", spec))
+    d.run_until_idle()
+    assert d.leg("a").finish_reason == d.leg("c").finish_reason == FinishReason.ABORT
+    assert d.leg("b").finish_reason == FinishReason.LENGTH
+    assert len(d.leg("b").tokens) == 7
+
+
+def test_with_its_last_continuation_the_transfer_is_given_up():
+    d = Decode()
+    d.round(reserve(make_spec("a", PROMPT, forks=[Fork("b", 5)])))
+    d.round(AbortCommand(1, "a"))
+    d.round(AbortCommand(1, "b"))
+    assert d.scheduler.num_open == 0
+    assert d.receiver.open == {}
+    assert d.pool.num_free == d.pool.num_blocks
+
+
+def test_a_damaged_sequence_fails_alone_and_caches_nothing():
+    d = Decode()
+    for name in "ab":
+        d.round(reserve(make_spec(name, [ord(name) % 50] * 8), prefill_here=True))
+    cached = len(d.cache)
+    scheduled = d.scheduler.schedule(d.now)
+    result = d.runner.execute(scheduled)
+    error = BatonError(ErrorKind.INTERNAL, "not finite")
+    d.scheduler.complete(StepResult([None, *result.token_ids[1:]], {0: SampledExtras(error=error)}), d.now)
+    d.run_until_idle()
+    assert d.leg("a").error is error
+    assert d.leg("b").error is None
+    assert len(d.leg("b").tokens) == 8
+    assert len(d.cache) > cached

@@ -9,11 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.engine.messages import AbortCommand, AbortOwnerCommand
 from common.engine.sequence import SequenceStatus
 from common.errors import BatonError, ErrorKind
-from common.rpc.worker_messages import SequenceSpec
+from common.rpc.worker_messages import Fork, SequenceSpec
 from common.sampling_params import FinishReason
 from decode_service.policy import longest
 from decode_service.preemption import MAX_PREEMPTIONS
-from tests.unit.engine_fakes import STOP_TOKEN, make_spec, reference_output, reserve
+from kv_transfer.types import ForkToken
+from tests.unit.engine_fakes import STOP_TOKEN, fork_spec, make_spec, reference_output, reserve
 from tests.unit.test_decode_scheduler import Decode
 
 NUM_BLOCKS = 12
@@ -35,6 +36,7 @@ class DecodeMachine(RuleBasedStateMachine):
             max_running=max_running,
             max_waiting=4,
         )
+        self.max_forks = max_running - 1
         self.specs: dict[str, SequenceSpec] = {}
         self.firsts: dict[str, int] = {}
         self.disturbed: set[str] = set()  # may end without their whole text
@@ -49,8 +51,9 @@ class DecodeMachine(RuleBasedStateMachine):
         owner=st.integers(1, 2),
         patient=st.booleans(),
         priority=st.sampled_from([0, 0, 0, -1, 3]),
+        num_forks=st.integers(0, 3),
     )
-    def arrive(self, stem, length, fork, emitted, max_tokens, here, owner, patient, priority) -> None:
+    def arrive(self, stem, length, fork, emitted, max_tokens, here, owner, patient, priority, num_forks) -> None:
         name = f"t{len(self.specs)}"
         tokens = [stem if i < fork else 3 + len(self.specs) % 4 for i in range(length + emitted)]
         deadline = 1e9 if patient else self.d.now + 12.0
@@ -62,10 +65,12 @@ class DecodeMachine(RuleBasedStateMachine):
             deadline=deadline,
             stop_token_ids=(STOP_TOKEN,),
             priority=priority,
+            forks=[Fork(f"{name}.{i}", 100 + i) for i in range(0 if emitted else min(num_forks, self.max_forks))],
         )
         self.specs[name] = spec
+        self.specs |= {each.transfer_id: fork_spec(spec, each) for each in spec.forks}
         if not patient:
-            self.disturbed.add(name)
+            self.disturbed |= {name, *(each.transfer_id for each in spec.forks)}
         self.d.round(reserve(spec, owner=owner, prefill_here=here))
 
     def receiving(self) -> list[str]:
@@ -80,7 +85,13 @@ class DecodeMachine(RuleBasedStateMachine):
     def _commit(self, name: str) -> None:
         spec = self.specs[name]
         expected, reason = self.expected(name)
-        self.firsts[name] = self.d.commit(name, spec.token_ids, reason if len(expected) == 1 else None)
+        forks = tuple(self._fork_token(each.transfer_id) for each in spec.forks)
+        self.firsts |= {each.transfer_id: each.first_token_id for each in forks}
+        self.firsts[name] = self.d.commit(name, spec.token_ids, reason if len(expected) == 1 else None, forks)
+
+    def _fork_token(self, name: str) -> ForkToken:
+        expected, reason = self.expected(name)
+        return ForkToken(name, expected[0], reason if len(expected) == 1 else None)
 
     @precondition(lambda self: self.receiving())
     @rule(data=st.data(), half=st.booleans())
@@ -88,7 +99,7 @@ class DecodeMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.receiving()))
         if half:
             self.d.receiver.land(name, self.specs[name].token_ids)
-        self.disturbed.add(name)
+        self.disturbed |= {name, *(each.transfer_id for each in self.specs[name].forks)}
         self.d.receiver.fail(name, BatonError(ErrorKind.LEASE_LOST, "gone"))
 
     @precondition(lambda self: self.specs)
@@ -98,7 +109,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.disturbed.add(name)
         for owner in (1, 2):
             self.d.round(AbortCommand(owner, name))
-        assert name not in self.d.scheduler._sequences
+        left = self.d.scheduler._sequences.get(name)
+        assert left is None or (left.muted and left.forks), "who is given up goes on only for its forks"
 
     @rule(owner=st.integers(1, 2))
     def session_ends(self, owner: int) -> None:

@@ -138,3 +138,13 @@ def test_num_blocks_fill_the_budget_and_no_more() -> None:
     layout = LAYOUTS[0]
     whole = layout.num_layers * layout.block_bytes
     assert [num_blocks_for(layout, size) for size in (whole - 1, whole, 3 * whole + 5)] == [0, 1, 3]
+
+
+def test_copied_blocks_are_whole_in_every_layer_and_nothing_else_changes() -> None:
+    layout = KvLayout(3, 4, 2, 8, "bfloat16")
+    cache = KvCache(layout, 6, torch.device("cpu"))
+    cache.data.copy_(torch.randn(cache.data.shape))
+    before = cache.data.clone()
+    cache.copy_blocks([(1, 4), (2, 0), (1, 5)])
+    assert torch.equal(cache.data[:, [4, 0, 5]], before[:, [1, 2, 1]])
+    assert torch.equal(cache.data[:, 1:4], before[:, 1:4])

@@ -38,7 +38,7 @@ def generate(runner: ModelRunner, prompt: list[int], blocks: range, sampling: Sa
         ids = prompt if i == 0 else tokens[-1:]
         start = 0 if i == 0 else len(prompt) + i - 1
         table = list(blocks)[: -(-(start + len(ids)) // BLOCK_SIZE)]
-        (token,) = runner.execute([ScheduledSequence(ids, start, table, sampling, i)])
+        (token,) = runner.execute([ScheduledSequence(ids, start, table, sampling, i)]).token_ids
         assert token is not None
         tokens.append(token)
     return tokens
@@ -55,13 +55,17 @@ def test_greedy_text_is_that_of_transformers(model: LlamaModel, tiny_model_folde
 
 def test_only_sequences_that_sample_get_a_token_and_in_their_order(model: LlamaModel) -> None:
     alone = generate(new_runner(model), PROMPT, range(40), GREEDY, 1)[0]
-    tokens = new_runner(model).execute(
-        [
-            ScheduledSequence(PROMPT[:3], 0, [0], None),
-            ScheduledSequence(PROMPT, 0, [1, 2], GREEDY),
-            ScheduledSequence(PROMPT[3:], 0, [3], None),
-            ScheduledSequence([PROMPT[0]], 0, [4], GREEDY),
-        ]
+    tokens = (
+        new_runner(model)
+        .execute(
+            [
+                ScheduledSequence(PROMPT[:3], 0, [0], None),
+                ScheduledSequence(PROMPT, 0, [1, 2], GREEDY),
+                ScheduledSequence(PROMPT[3:], 0, [3], None),
+                ScheduledSequence([PROMPT[0]], 0, [4], GREEDY),
+            ]
+        )
+        .token_ids
     )
     assert tokens[:3] == [None, alone, None]
     assert tokens[3] == generate(new_runner(model), PROMPT[:1], range(40), GREEDY, 1)[0]
@@ -75,13 +79,13 @@ def test_sampled_text_depends_on_seed_and_position_alone(model: LlamaModel) -> N
     elsewhere = new_runner(model)
     table = [9, 3, 20]
     bystander = ScheduledSequence(PROMPT[2:], 0, [30, 31], SamplingParams(max_tokens=9, seed=1))
-    tokens = elsewhere.execute([bystander, ScheduledSequence(replayed, 0, table, sampling, 5)])
+    tokens = elsewhere.execute([bystander, ScheduledSequence(replayed, 0, table, sampling, 5)]).token_ids
     assert tokens[1] == undisturbed[5]
     assert undisturbed != generate(new_runner(model), PROMPT, range(40), SamplingParams(9, seed=78), 8)
 
 
 def test_an_empty_step_gives_nothing(model: LlamaModel) -> None:
-    assert new_runner(model).execute([]) == []
+    assert new_runner(model).execute([]).token_ids == []
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(8, 40), (10**6, 40), (10**6, 1), (0, 40)])

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.engine.messages import AbortCommand, LendCommand
 from common.errors import BatonError, ErrorKind
 from common.kvcache.block_hash import chain_hashes
-from common.rpc.worker_messages import SequenceSpec
-from tests.unit.engine_fakes import SEED, STATS, make_source, make_spec, make_target, next_token, prefill
+from common.rpc.worker_messages import Fork, SequenceSpec
+from tests.unit.engine_fakes import SEED, STATS, fork_spec, make_source, make_spec, make_target, next_token, prefill
 from tests.unit.test_prefill_scheduler import Prefill
 
 NUM_BLOCKS = 10
@@ -36,6 +36,7 @@ class PrefillMachine(RuleBasedStateMachine):
         )
         self.specs: dict[str, SequenceSpec] = {}
         self.loans: dict[str, tuple[list[int], list[int | BatonError]]] = {}
+        self.max_forks = max_running - 1
         self.disturbed: set[str] = set()
 
     @rule(
@@ -47,14 +48,19 @@ class PrefillMachine(RuleBasedStateMachine):
         patient=st.booleans(),
         pullable=st.sampled_from([0, 0, 7, 40]),
         priority=st.sampled_from([0, 0, -1, 3]),
+        num_forks=st.integers(0, 3),
     )
-    def arrive(self, stem, length, fork, max_tokens, cached_blocks, patient, pullable, priority) -> None:
+    def arrive(self, stem, length, fork, max_tokens, cached_blocks, patient, pullable, priority, num_forks) -> None:
         name = f"t{len(self.specs)}"
         tokens = [stem if i < fork else 3 + len(self.specs) % 4 for i in range(length)]
         deadline = 1e9 if patient else self.p.now + 6.0
-        self.specs[name] = make_spec(name, tokens, max_tokens=max_tokens, deadline=deadline, priority=priority)
+        forks = [Fork(f"{name}.{i}", 100 + i) for i in range(min(num_forks, self.max_forks))]
+        self.specs[name] = make_spec(
+            name, tokens, max_tokens=max_tokens, deadline=deadline, forks=forks, priority=priority
+        )
+        self.specs |= {each.transfer_id: fork_spec(self.specs[name], each) for each in forks}
         if not patient:
-            self.disturbed.add(name)
+            self.disturbed |= {name, *(each.transfer_id for each in forks)}
         cached = min(cached_blocks * BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)
         sources = (make_source(pullable),) if pullable else ()
         self.p.round(prefill(self.specs[name], num_cached_tokens=cached, sources=sources))
@@ -121,7 +127,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if succeed and transfer.handoff is not None and not transfer.aborted:
             self._succeed(name)
         else:
-            self.disturbed.add(name)
+            self.disturbed |= {name, *(each.transfer_id for each in self.specs[name].forks)}
             transfer.end(BatonError(ErrorKind.LEASE_LOST, "gone"))
 
     @precondition(lambda self: self.specs)
@@ -147,7 +153,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def first_tokens_are_right_and_legs_end_once(self) -> None:
         for name, spec in getattr(self, "specs", {}).items():
             leg = self.p.leg(name)
-            assert leg.tokens in ([], [next_token(spec.token_ids)])
+            assert leg.tokens in ([], [next_token(spec.token_ids, spec.sampling.seed)])
             assert leg.ended == (name not in self.p.scheduler._sequences) or not leg.outputs
 
     def _gather(self, name: str) -> None:
@@ -165,6 +171,9 @@ class PrefillMachine(RuleBasedStateMachine):
         assert len(transfer.pushed) == transfer.expected_num_blocks
         assert transfer.handoff is not None
         assert transfer.handoff.num_computed_tokens == len(self.specs[name].token_ids)
+        for fork in transfer.handoff.forks:
+            spec = self.specs[fork.transfer_id]
+            assert fork.first_token_id == next_token(spec.token_ids, spec.sampling.seed)
         transfer.end(STATS)
 
     def teardown(self) -> None:
@@ -191,7 +200,7 @@ class PrefillMachine(RuleBasedStateMachine):
             refused = leg.error is not None and leg.error.kind == ErrorKind.OVERLOADED
             if name not in self.disturbed and not refused:
                 assert leg.error is None
-                assert leg.tokens == [next_token(spec.token_ids)]
+                assert leg.tokens == [next_token(spec.token_ids, spec.sampling.seed)]
 
 
 TestPrefillStates = PrefillMachine.TestCase
