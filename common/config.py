@@ -88,6 +88,9 @@ class Settings(BaseModel):
     max_waiting: int = Field(
         1024, ge=1, description="most sequences a worker lets wait; most requests a router has in flight"
     )
+    max_choices: int = Field(
+        16, ge=1, le=128, description="most continuations (n, best_of) of one prompt; no more than max_running"
+    )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"
     )

@@ -212,6 +212,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
     ) -> FinishReason | None:
         """Straight to the router. Returns whether it ends the sequence."""
         sequence.token_ids.append(token_id)
+        sequence.started_at = leader.started_at
         sequence.first_token_at = now
         finish_reason = sequence.finish_reason(self._config.max_model_len)
         first_token = LegOutput(

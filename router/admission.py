@@ -229,7 +229,7 @@ class Admission(Generic[R]):
 
     def _send(self, request: R, now: float) -> None:
         num_tokens = len(request.spec.prompt_token_ids)
-        sent = _Sent(now, num_tokens, max(1, num_tokens), num_tokens + request.spec.sampling.max_tokens)
+        sent = _Sent(now, num_tokens, max(1, num_tokens), request.spec.max_kv_tokens)
         self._sent[request] = sent
         usage = self._usage[request.spec.tenant.name]
         usage.kv_tokens += sent.kv_tokens
@@ -251,8 +251,7 @@ class Admission(Generic[R]):
         usage = self._usage[spec.tenant.name]
         if share >= 1 or not usage.num_sent:
             return True
-        wanted = len(spec.prompt_token_ids) + spec.sampling.max_tokens
-        return usage.kv_tokens + wanted <= share * capacity.kv_tokens
+        return usage.kv_tokens + spec.max_kv_tokens <= share * capacity.kv_tokens
 
     def _at_workers(self, capacity: Capacity) -> AtWorkers:
         return AtWorkers(

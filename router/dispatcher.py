@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BatonError, ErrorKind
@@ -35,6 +36,15 @@ class LeaseHolder(Protocol):
     def release(self, lease_id: str, num_output_tokens: int) -> None: ...
 
 
+@dataclass(slots=True)
+class _Group:
+    """The choices of one request: it holds its place and its lease until the last of them has ended."""
+
+    leader: RequestRun
+    num_open: int
+    num_output_tokens: int = 0
+
+
 class Dispatcher:
     """Owns every RequestRun from `submit` to its end.
 
@@ -59,6 +69,8 @@ class Dispatcher:
         self._transfer_prefix = transfer_prefix
         self._counter = itertools.count()
         self._in_flight: set[RequestRun] = set()
+        # Of requests with several choices, by each of their runs.
+        self._groups: dict[RequestRun, _Group] = {}
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._refusal: BatonError | None = None
@@ -87,22 +99,31 @@ class Dispatcher:
         self.admission.check_room(len(self._in_flight), num_requests, tenant.name, tenant.weight)
 
     def submit(self, spec: GenerationSpec, notify: Callable[[], None]) -> RequestRun:
-        """Let a request wait for its turn. Raises OVERLOADED, DEADLINE_UNREACHABLE or DRAINING. `notify`: see
-        RequestRun.
+        """Let a request of one choice wait for its turn. Raises OVERLOADED, DEADLINE_UNREACHABLE or DRAINING. `notify`:
+        see RequestRun.
         """
+        (run,) = self.submit_choices(spec, [notify])
+        return run
+
+    def submit_choices(self, spec: GenerationSpec, notifies: Sequence[Callable[[], None]]) -> list[RequestRun]:
+        """Likewise one of several choices, which take one turn: a run for each, told of by its own of `notifies`."""
         try:
-            self.check_room(1, spec.tenant)
+            self.check_room(spec.num_choices, spec.tenant)
             self.admission.check_deadline(spec)
         except BatonError:
             self._leases.release(spec.lease_id, 0)
             raise
         self._leases.hold(spec.lease_id)
-        run = RequestRun(spec, self, notify)
-        self._in_flight.add(run)
+        runs = [RequestRun(each, self, notify) for each, notify in zip(spec.choices(), notifies, strict=True)]
+        leader = runs[0]
+        if len(runs) > 1:
+            leader.adopt(runs[1:])
+            self._groups |= dict.fromkeys(runs, _Group(leader, len(runs)))
+        self._in_flight.update(runs)
         self._emptied.clear()
-        self.admission.enter(run)
+        self.admission.enter(leader)
         self._start_next()
-        return run
+        return runs
 
     def _start_next(self) -> None:
         """Whoever has room now."""
@@ -156,8 +177,12 @@ class Dispatcher:
 
     def on_end(self, run: RequestRun, record: RequestRecord) -> None:
         self._in_flight.discard(run)
-        self.admission.leave(run)
-        self._leases.release(run.spec.lease_id, record.usage.completion_tokens)
+        group = self._groups.pop(run, None) or _Group(run, 1)
+        group.num_open -= 1
+        group.num_output_tokens += record.usage.completion_tokens
+        if not group.num_open:
+            self.admission.leave(group.leader)
+            self._leases.release(group.leader.spec.lease_id, group.num_output_tokens)
         self._start_next()
         if not self._in_flight:
             self._emptied.set()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.errors import BatonError
+from common.logprobs import TokenLogprobs
 from common.registry import Role
 from common.rpc.worker_messages import TransferTarget
 from router.cluster.messages import LegNews
@@ -17,7 +18,9 @@ class LegOwner(Protocol):
 
     def on_reserved(self, target: TransferTarget) -> None: ...
 
-    def on_tokens(self, first_index: int, token_ids: Sequence[int]) -> None: ...
+    def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None: ...
+
+    def on_prompt_logprobs(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None: ...
 
     def on_news(self, leg: Leg, news: LegNews) -> None: ...
 
@@ -56,9 +59,13 @@ class Leg:
         if self.open:
             self._owner.on_reserved(target)
 
-    def on_tokens(self, first_index: int, token_ids: Sequence[int]) -> None:
+    def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         if self.open:
-            self._owner.on_tokens(first_index, token_ids)
+            self._owner.on_tokens(first_index, token_ids, logprobs)
+
+    def on_prompt_logprobs(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        if self.open:
+            self._owner.on_prompt_logprobs(first_index, logprobs)
 
     def on_news(self, news: LegNews) -> None:
         if self.open:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from common.errors import BatonError, ErrorKind
-from common.rpc.worker_messages import SequenceSpec, TransferTarget
+from common.logprobs import TokenLogprobs
+from common.rpc.worker_messages import Fork, SequenceSpec, TransferTarget
 from common.sampling_params import FinishReason
 from common.telemetry import get_logger
 from router.cluster.messages import LegNews
@@ -21,7 +23,7 @@ from router.placer import Placer, WorkerPair
 from router.request_record import RequestFacts, RequestRecord
 from router.request_state import TERMINAL, RequestState, check_move
 from router.spec import Delta, End, Finished, GenerationSpec, Usage
-from router.token_merger import TokenMerger
+from router.token_merger import LogprobsMerger, TokenMerger
 
 MAX_ATTEMPTS: Final = 3
 # Times that a request leaves a decode worker which has no blocks for it. A move is no failure, and no attempt of these.
@@ -75,6 +77,7 @@ class RequestRun:
         self._loop = asyncio.get_running_loop()
         self._facts = RequestFacts(spec, context.clock())
         self._merger = TokenMerger(spec.sampling.max_tokens)
+        self._logprobs = LogprobsMerger(spec.sampling.max_tokens, len(spec.prompt_token_ids))
         self._num_taken = 0
         self._end: End | None = None
         self._attempt = 0
@@ -86,6 +89,11 @@ class RequestRun:
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._dispatch: asyncio.Task[None] | None = None
+        # Other continuations of the prompt, until they are sent together with this one.
+        self._forks: list[RequestRun] = []
+        # What this attempt's decode worker was asked for; its prefill worker is asked for the same.
+        self._sent: SequenceSpec | None = None
+        self._sent_forks: list[RequestRun] = []
         # Reason and number of output tokens, known as soon as a leg says so, perhaps before all tokens are here.
         self._finish: tuple[FinishReason, int] | None = None
         self._finish_timer: asyncio.TimerHandle | None = None
@@ -98,11 +106,20 @@ class RequestRun:
         """Its turn has come: a placement is looked for. Until then it waits in the dispatcher's queue."""
         self._dispatch = asyncio.create_task(self._place_and_open())
 
+    def adopt(self, forks: Sequence[RequestRun]) -> None:
+        """Other continuations of the same prompt, which need no start of their own: this one's placement, prefill and
+        transfer are theirs, too. After that each is a request like any other, and is repeated by itself.
+        """
+        self._forks = list(forks)
+
     def take(self) -> Delta:
         """Output tokens since the last call, and the end if it was reached; after an end there is nothing more."""
         tokens = self._merger.token_ids
         first, self._num_taken = self._num_taken, len(tokens)
-        return Delta(tokens[first:], self._end)
+        if not self._logprobs:
+            return Delta(tokens[first:], self._end)
+        prompt_logprobs = self._logprobs.take_prompt() if tokens else ()
+        return Delta(tokens[first:], self._end, self._logprobs.take(first, len(tokens)), prompt_logprobs)
 
     def stop(self, num_tokens: int) -> Usage:
         """The text ended with output token number `num_tokens` (a stop string): workers are told to drop the rest."""
@@ -161,6 +178,20 @@ class RequestRun:
         return pair
 
     def _open_legs(self, pair: WorkerPair) -> None:
+        if not self._subscribe(pair, pair.uncached_prefill_tokens, pair.new_decode_blocks):
+            return
+        self._sent_forks = [fork for fork in self._forks if fork.state not in TERMINAL and fork._join(pair)]
+        self._forks = []
+        self._sent = self._sequence_spec(self._sent_forks)
+        pair.decode.send_reserve(self._sent, prefill_here=pair.prefill is None)
+
+    def _join(self, pair: WorkerPair) -> bool:
+        """Go along with the first continuation of the prompt."""
+        self._facts.attempt.placing_at = self._context.clock()
+        return self._subscribe(pair, 0, 0)
+
+    def _subscribe(self, pair: WorkerPair, num_prefill_tokens: int, num_blocks: int) -> bool:
+        """Hear of this attempt from both workers. False where one was lost; that has been seen to."""
         transfer_id = self._context.next_transfer_id()
         alone = pair.prefill is None
         self._decode = Leg(self, "decode", pair.decode, transfer_id)
@@ -175,42 +206,53 @@ class RequestRun:
         for leg in self._legs():
             try:
                 leg.subscribe(
-                    prefill_tokens=pair.uncached_prefill_tokens if leg is computing else 0,
-                    blocks=pair.new_decode_blocks if leg is self._decode else 0,
+                    prefill_tokens=num_prefill_tokens if leg is computing else 0,
+                    blocks=num_blocks if leg is self._decode else 0,
                 )
             except BatonError as error:
                 leg.on_lost(error)
-                return
+                return False
         if alone:
             self._facts.note_dispatch(self._context.clock())
         self._move(RequestState.PREFILLING if alone else RequestState.RESERVING)
-        pair.decode.send_reserve(self._sequence_spec(transfer_id), prefill_here=alone)
+        return True
 
-    def _sequence_spec(self, transfer_id: str) -> SequenceSpec:
+    def _sequence_spec(self, forks: Sequence[RequestRun]) -> SequenceSpec:
         spec = self.spec
         emitted = self._merger.token_ids[: self._base]
         return SequenceSpec(
-            transfer_id=transfer_id,
+            transfer_id=self._facts.attempt.transfer_id,
             request_id=spec.request_id,
             token_ids=[*spec.prompt_token_ids, *emitted] if emitted else spec.prompt_token_ids,
             num_prompt_tokens=len(spec.prompt_token_ids),
             hash_seed=spec.hash_seed,
-            sampling=spec.sampling,
+            sampling=replace(spec.sampling, prompt_logprobs=None) if emitted else spec.sampling,
             deadline=spec.deadline,
             traceparent="" if spec.trace is None else spec.trace.traceparent,
             priority=spec.priority,
+            forks=tuple(Fork(run._facts.attempt.transfer_id, run.spec.sampling.seed) for run in forks),
         )
 
     # -- what the legs tell
 
     def on_reserved(self, target: TransferTarget) -> None:
-        if self.state is not RequestState.RESERVING or self._prefill is None:
+        if self.state is not RequestState.RESERVING or self._prefill is None or self._sent is None:
             return
-        self._move(RequestState.PREFILLING)
-        self._facts.note_dispatch(self._context.clock())
-        self._prefill.session.send_prefill(self._sequence_spec(self._prefill.transfer_id), target)
+        for run in (self, *self._sent_forks):
+            run._note_sent()
+        self._prefill.session.send_prefill(self._sent, target)
 
-    def on_tokens(self, first_index: int, token_ids: Sequence[int]) -> None:
+    def _note_sent(self) -> None:
+        if self.state is RequestState.RESERVING:
+            self._move(RequestState.PREFILLING)
+            self._facts.note_dispatch(self._context.clock())
+
+    def on_prompt_logprobs(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        self._logprobs.add_prompt(first_index, logprobs)
+
+    def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        if logprobs:
+            self._logprobs.add(first_index, logprobs)
         if not self._merger.add(first_index, token_ids):
             return
         if self.state is RequestState.PREFILLING:
@@ -350,6 +392,9 @@ class RequestRun:
         self._close_legs(abort=not regular)
         count = len(self._merger.token_ids) if num_tokens is None else num_tokens
         error = end if isinstance(end, BatonError) else None
+        forks, self._forks = self._forks, []
+        for fork in forks:
+            fork.fail(error or BatonError(ErrorKind.INTERNAL, "the first continuation ended before it was sent"))
         self._context.on_end(self, self._facts.record(str(outcome), phase, count, self._context.clock(), error))
         self._notify()
 

@@ -184,6 +184,8 @@ class RequestFacts:
         attempt.failed_at, attempt.failure, attempt.blamed_ids = now, Failure.of(error), tuple(sorted(blamed))
 
     def usage(self, num_tokens: int) -> Usage:
+        if self._spec.choice_index > 0:  # the prompt counts once, with the first choice
+            return Usage(0, num_tokens, 0)
         return Usage(len(self._spec.prompt_token_ids), num_tokens, self._cached_tokens or 0)
 
     def record(self, outcome: str, phase: str, num_tokens: int, now: float, error: BatonError | None) -> RequestRecord:

@@ -40,4 +40,5 @@ def load_served_model(settings: Settings) -> ServedModel:
         encoder=tokenizer,
         render_chat=template.render,
         new_detokenizer=tokenizer.new_detokenizer,
+        token_bytes=tokenizer.token_bytes,
     )

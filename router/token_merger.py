@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.logprobs import TokenLogprobs
+
 
 class TokenMerger:
     """token_ids: the output so far, without gaps; never longer than max_tokens."""
@@ -45,3 +47,45 @@ class TokenMerger:
                 return
             tokens = self._ahead.pop(first_index)
             self.token_ids.extend(tokens[len(self.token_ids) - first_index :])
+
+
+class LogprobsMerger:
+    """What comes beside the tokens of a request that asked for logprobs; false as long as nothing came.
+
+    A token's logprobs come in one frame with it, so whoever has taken the token finds them here.
+    """
+
+    def __init__(self, max_tokens: int, num_prompt_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._output: dict[int, TokenLogprobs] = {}
+        self._prompt: list[TokenLogprobs] = []
+        self._prompt_taken = False
+
+    def __bool__(self) -> bool:
+        return bool(self._output or self._prompt)
+
+    def add(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Of output tokens from first_index on. What is known stays."""
+        for index, each in enumerate(logprobs, first_index):
+            if index < self._max_tokens:
+                self._output.setdefault(index, each)
+
+    def add_prompt(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Of prompt tokens from first_index ≥ 1 on; another attempt tells them anew."""
+        num_known = len(self._prompt) + 1 - first_index
+        room = self._num_prompt_tokens - 1 - len(self._prompt)
+        if num_known >= 0:
+            self._prompt += logprobs[num_known : num_known + room]
+
+    def take(self, first_index: int, end_index: int) -> list[TokenLogprobs]:
+        """Of the output tokens [first_index, end_index), for good."""
+        found = (self._output.pop(index, None) for index in range(first_index, end_index))
+        return [each for each in found if each is not None]
+
+    def take_prompt(self) -> Sequence[TokenLogprobs]:
+        """The prompt's, the first time."""
+        if self._prompt_taken:
+            return ()
+        self._prompt_taken = True
+        return self._prompt

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import tokenizers
@@ -56,6 +56,27 @@ def detokenizer_factory(tokenizer: tokenizers.Tokenizer, decoder: Any) -> Detoke
         visible = frozenset(vocab.keys() - special)
         return lambda: _WindowDetokenizer(tokenizer, visible, byte_tokens)
     raise ValueError(f"decoder {' + '.join(kinds) or None!r} is neither byte-level BPE nor SentencePiece")
+
+
+def token_bytes_of(tokenizer: tokenizers.Tokenizer, decoder: Any) -> Callable[[int], bytes]:
+    """A function from a token's id to its bytes, special ones by name; ids that nobody knows have none. decoder: as
+    above."""
+    byte_level = _decoder_types(decoder) == ["ByteLevel"]
+    added = {i: token.content.encode() for i, token in tokenizer.get_added_tokens_decoder().items()}
+
+    def token_bytes(token_id: int) -> bytes:
+        if token_id in added:
+            return added[token_id]
+        token = tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if byte_level:
+            return _token_bytes(token)
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    return token_bytes
 
 
 class _ByteLevelDetokenizer:

@@ -10,7 +10,7 @@ import tokenizers
 from common.errors import StartupError, invalid
 from common.model.config import load_model_config
 from common.model.config_keys import read_json_object
-from common.model.detokenizer import IncrementalDetokenizer, detokenizer_factory
+from common.model.detokenizer import IncrementalDetokenizer, detokenizer_factory, token_bytes_of
 
 
 class Tokenizer:
@@ -32,6 +32,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         try:
             self._new_detokenizer = detokenizer_factory(self._tokenizer, decoder)
+            self._token_bytes = token_bytes_of(self._tokenizer, decoder)
         except ValueError as error:
             raise StartupError(f"{path}: {error}") from None
         self._eos_token_ids = load_model_config(folder).eos_token_ids or self._named_eos(folder)
@@ -65,6 +66,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens; ids that it doesn't know give none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, perhaps a part of a character; of a special one, its name."""
+        return self._token_bytes(token_id)
 
     def new_detokenizer(self) -> IncrementalDetokenizer:
         """For one stream of output tokens."""

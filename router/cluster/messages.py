@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BatonError
+from common.logprobs import TokenLogprobs
 from common.rpc.worker_messages import Timings, TransferTarget
 from common.sampling_params import FinishReason
 
@@ -33,7 +34,9 @@ class LegListener(Protocol):
 
     def on_reserved(self, target: TransferTarget) -> None: ...
 
-    def on_tokens(self, first_index: int, token_ids: Sequence[int]) -> None: ...
+    def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None: ...
+
+    def on_prompt_logprobs(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None: ...
 
     def on_news(self, news: LegNews) -> None: ...
 

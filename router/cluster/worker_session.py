@@ -18,7 +18,7 @@ import grpc
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from common.errors import BatonError, ErrorKind
 from common.registry import WorkerRecord
-from common.rpc.worker_convert import load_from_proto, target_from_proto
+from common.rpc.worker_convert import load_from_proto, logprobs_from_proto, target_from_proto
 from common.rpc.worker_messages import LoadReport, SequenceSpec, TransferTarget
 from common.telemetry import get_logger
 from router.cluster import convert
@@ -277,8 +277,11 @@ class WorkerSession:
                 self.num_late_frames += 1
                 continue
             try:
+                if output.prompt_logprobs:
+                    listener.on_prompt_logprobs(output.first_prompt_index, logprobs_from_proto(output.prompt_logprobs))
                 if token_ids:
-                    listener.on_tokens(output.first_index, token_ids)
+                    logprobs = logprobs_from_proto(output.logprobs) if output.logprobs else ()
+                    listener.on_tokens(output.first_index, token_ids, logprobs)
                 if convert.has_news(output):
                     if output.leg_ended:
                         table.remove(transfer_id)

@@ -1,14 +1,17 @@
-"""One request as its client sees it: the run's tokens with their text, and the moments at which they were written."""
+"""One continuation as its client sees it: its tokens with their text, and the moments at which they were written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from common.logprobs import TokenLogprobs
 from common.sampling_params import FinishReason
 from router.dispatcher import Dispatcher
 from router.gateway.text_stream import Detokenizer, StopHit, TextStream
+from router.request import RequestRun
 from router.spec import End, Finished, GenerationSpec
 
 
@@ -24,33 +27,38 @@ class WriteObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """first_index: of token_ids in the output. text may lag behind the tokens. end: set once, in the last delta."""
+    """first_index: of token_ids in the output. text may lag behind the tokens. end: set once, in the last delta.
+    logprobs, prompt_logprobs: see Delta.
+    """
 
     first_index: int
     token_ids: Sequence[int]
     text: str
     end: End | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Generation:
-    """Started on construction; raises what Dispatcher.submit raises. `close` it, however it ends.
-
-    notify: called with this object whenever `take` has news. index: of the prompt in the client's request.
-    """
+    """Made and started by `start_choices`; `close` it, however it ends. index: among the client's choices."""
 
     def __init__(
         self,
         spec: GenerationSpec,
         index: int,
-        dispatcher: Dispatcher,
         detokenizer: Detokenizer,
-        notify: Callable[[Generation], None],
         observer: WriteObserver,
         clock: Callable[[], float],
     ) -> None:
         self.index = index
         self.request_id = spec.request_id
-        self._text = TextStream(detokenizer, spec.stop, spec.sampling.stop_token_ids)
+        self._text = TextStream(
+            detokenizer,
+            spec.stop,
+            spec.sampling.stop_token_ids,
+            min_tokens=spec.sampling.min_tokens,
+            include_stop=spec.include_stop,
+        )
         self._observer = observer
         self._clock = clock
         self._received_at = spec.received_at
@@ -59,10 +67,16 @@ class Generation:
         self._num_tokens = 0
         self._num_written = 0
         self._ended = False
-        self._run = dispatcher.submit(spec, lambda: notify(self))
+        self._run: RequestRun | None = None
+
+    def attach(self, run: RequestRun) -> None:
+        """What it shows. Once, before anything is taken."""
+        self._run = run
 
     def take(self) -> TextDelta:
         """What is new; possibly nothing. After a delta with an end there is no more."""
+        if self._run is None:
+            return TextDelta(0, (), "", None)
         news = self._run.take()
         first_index, token_ids, end = self._num_tokens, news.token_ids, news.end
         piece = self._text.push(token_ids) if token_ids else ""
@@ -77,7 +91,8 @@ class Generation:
             piece = piece.text
         self._num_tokens = first_index + len(token_ids)
         self._ended = end is not None
-        return TextDelta(first_index, token_ids, text + piece, end)
+        logprobs = news.logprobs[: len(token_ids)]
+        return TextDelta(first_index, token_ids, text + piece, end, logprobs, news.prompt_logprobs)
 
     def mark_written(self) -> None:
         """The last delta was handed to the connection just now."""
@@ -97,4 +112,27 @@ class Generation:
 
     def close(self) -> None:
         """Abort what still runs; a no-op for what ended."""
-        self._run.abort()
+        if self._run is not None:
+            self._run.abort()
+
+
+def start_choices(
+    spec: GenerationSpec,
+    first_index: int,
+    dispatcher: Dispatcher,
+    new_detokenizer: Callable[[], Detokenizer],
+    notify: Callable[[Generation], None],
+    observer: WriteObserver,
+    clock: Callable[[], float],
+) -> list[Generation]:
+    """All continuations of one prompt, of indices first_index and on. Raises what Dispatcher.submit_choices raises.
+
+    notify: called with a generation whenever its `take` has news.
+    """
+    generations = [
+        Generation(spec, first_index + i, new_detokenizer(), observer, clock) for i in range(spec.num_choices)
+    ]
+    runs = dispatcher.submit_choices(spec, [partial(notify, generation) for generation in generations])
+    for generation, run in zip(generations, runs, strict=True):
+        generation.attach(run)
+    return generations

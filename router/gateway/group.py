@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import reduce
 
 from starlette.types import Receive
 
 from common.errors import BatonError
-from router.gateway.generation import Generation, TextDelta
+from router.gateway.generation import Generation, TextDelta, start_choices
 from router.gateway.mailbox import Mailbox
 from router.gateway.state import GatewayState
 from router.spec import Finished, GenerationSpec, Usage
 
 
 class GenerationGroup:
-    """Generation i continues specs[i]. Owned by one response."""
+    """The choices of specs[0], then those of specs[1] …, numbered through. Owned by one response."""
 
     def __init__(self, state: GatewayState, specs: Sequence[GenerationSpec]) -> None:
         self._mailbox: Mailbox[Generation] = Mailbox()
@@ -24,9 +25,11 @@ class GenerationGroup:
         self._usages: list[Usage] = []
         try:
             for index, spec in enumerate(specs):
-                detokenizer = state.model.new_detokenizer()
-                post = self._mailbox.post
-                self._open.add(Generation(spec, index, state.dispatcher, detokenizer, post, state.metrics, state.clock))
+                first, post = index * spec.num_choices, self._mailbox.post
+                choices = start_choices(
+                    spec, first, state.dispatcher, state.model.new_detokenizer, post, state.metrics, state.clock
+                )
+                self._open.update(choices)
         except BaseException as error:
             self.close()
             if isinstance(error, BatonError):
@@ -41,8 +44,7 @@ class GenerationGroup:
     @property
     def usage(self) -> Usage:
         """Of all finished generations together."""
-        columns = zip(*((u.prompt_tokens, u.completion_tokens, u.cached_tokens) for u in self._usages), strict=True)
-        return Usage(*map(sum, columns))
+        return reduce(Usage.plus, self._usages, Usage(0, 0, 0))
 
     async def next(self) -> tuple[Generation, TextDelta]:
         """The next news of any, perhaps with its end, an error included. Raises ClosedMailboxError when the client is

@@ -19,14 +19,15 @@ import grpc
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, ErrorKind, invalid
 from common.rpc.convert import error_to_status
+from common.sampling_params import FinishReason
 from common.telemetry import get_logger
 from router.gateway import grpc_convert as convert
 from router.gateway.errors import as_baton_error
-from router.gateway.generation import Generation
+from router.gateway.generation import Generation, start_choices
 from router.gateway.mailbox import ClosedMailboxError, Mailbox
 from router.gateway.state import GatewayState
 from router.gateway.validation import prepare
-from router.spec import Finished, Operation
+from router.spec import End, Finished, Operation, Usage
 from router.tenancy.tenant import Tenant
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -80,13 +81,41 @@ class _Wake:
     """In the mailbox: something beside the generations changed."""
 
 
+class _Running:
+    """The continuations of one request. It ends with the last of them, or with the first that fails."""
+
+    def __init__(self, generations: list[Generation]) -> None:
+        self.open = set(generations)
+        self.num_choices = len(generations)
+        self._usage = Usage(0, 0, 0)
+        self._reason = FinishReason.STOP
+
+    def note_end(self, generation: Generation, end: End | None) -> End | None:
+        """One continuation's end; returns the request's, once it has one."""
+        if end is None:
+            return None
+        self.open.discard(generation)
+        if isinstance(end, BatonError):
+            self.close()
+            return end
+        self._usage = self._usage.plus(end.usage)
+        if generation.index == 0:
+            self._reason = end.reason
+        return None if self.open else Finished(self._reason, self._usage)
+
+    def close(self) -> None:
+        """Abort whatever still runs."""
+        for generation in list(self.open):
+            generation.close()
+
+
 class _GenerateStream:
     def __init__(self, state: GatewayState, context: Context, tenant: Tenant) -> None:
         self._state = state
         self._context = context
         self._tenant = tenant
         self._mailbox: Mailbox[Generation | _Wake] = Mailbox()
-        self._running: dict[str, Generation] = {}
+        self._running: dict[str, _Running] = {}
         self._errors: deque[inference_pb2.GenerateResponse] = deque()
         self._wake = _Wake()
         self._no_more_starts = False
@@ -107,8 +136,8 @@ class _GenerateStream:
         except ClosedMailboxError:
             pass
         finally:
-            for generation in self._running.values():
-                generation.close()
+            for running in self._running.values():
+                running.close()
             self._running.clear()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -150,8 +179,9 @@ class _GenerateStream:
             state.dispatcher.check_room(1, self._tenant)
             asked = convert.asked_from_proto(start, received_at, self._context.time_remaining(), trace, self._tenant)
             spec = await prepare(state, asked)
-            self._running[request_id] = Generation(
-                spec, 0, state.dispatcher, state.model.new_detokenizer(), self._mailbox.post, state.metrics, state.clock
+            post, new_detokenizer = self._mailbox.post, state.model.new_detokenizer
+            self._running[request_id] = _Running(
+                start_choices(spec, 0, state.dispatcher, new_detokenizer, post, state.metrics, state.clock)
             )
         except Exception as error:
             known = as_baton_error(error, request_id)
@@ -161,9 +191,9 @@ class _GenerateStream:
 
     def _abort(self, request_id: str) -> None:
         """Its end frame is an error of kind CANCELLED; unknown ids may have ended this moment and are no error."""
-        generation = self._running.get(request_id)
-        if generation is not None:
-            generation.close()
+        running = self._running.get(request_id)
+        if running is not None:
+            running.close()
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._errors.append(convert.error_to_proto(request_id, error))
@@ -176,19 +206,23 @@ class _GenerateStream:
     async def _write_news(self, item: Generation | _Wake) -> None:
         while self._errors:
             await self._context.write(self._errors.popleft())
-        if isinstance(item, _Wake) or self._running.get(item.request_id) is not item:
+        if isinstance(item, _Wake):
+            return
+        request_id, running = item.request_id, self._running.get(item.request_id)
+        if running is None or item not in running.open:
             return
         delta = item.take()
-        if delta.end is not None:
+        end = running.note_end(item, delta.end)
+        if end is not None:
             # Before the write: the id is free again when the client reads the end.
-            del self._running[item.request_id]
-        if delta.token_ids or delta.text:
-            await self._context.write(convert.chunk_to_proto(item.request_id, delta))
+            del self._running[request_id]
+        if delta.token_ids or delta.text or (running.num_choices > 1 and isinstance(delta.end, Finished)):
+            await self._context.write(convert.chunk_to_proto(request_id, item.index, delta))
         item.mark_written()
-        if isinstance(delta.end, Finished):
-            await self._context.write(convert.finished_to_proto(item.request_id, delta.end))
-        elif delta.end is not None:
-            await self._context.write(convert.error_to_proto(item.request_id, delta.end))
+        if isinstance(end, Finished):
+            await self._context.write(convert.finished_to_proto(request_id, end))
+        elif end is not None:
+            await self._context.write(convert.error_to_proto(request_id, end))
 
 
 def _metadata_value(context: Context, key: str) -> str:

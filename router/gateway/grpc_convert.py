@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.inference.v1 import inference_pb2
 from common.errors import BatonError, invalid
 from common.rpc import convert as rpc_convert
+from common.rpc.worker_convert import logprobs_to_proto
 from common.tracing import TraceContext
 from router.gateway.generation import TextDelta
 from router.gateway.prompts import Asked, AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -43,8 +44,16 @@ def asked_from_proto(
     )
 
 
-def chunk_to_proto(request_id: str, delta: TextDelta) -> inference_pb2.GenerateResponse:
-    chunk = inference_pb2.TokenChunk(first_index=delta.first_index, token_ids=delta.token_ids, text=delta.text)
+def chunk_to_proto(request_id: str, index: int, delta: TextDelta) -> inference_pb2.GenerateResponse:
+    chunk = inference_pb2.TokenChunk(
+        first_index=delta.first_index, token_ids=delta.token_ids, text=delta.text, index=index
+    )
+    if isinstance(delta.end, Finished):
+        chunk.finish_reason = rpc_convert.finish_reason_to_proto(delta.end.reason)
+    if delta.logprobs:
+        chunk.logprobs.extend(logprobs_to_proto(delta.logprobs))
+    if delta.prompt_logprobs:
+        chunk.prompt_logprobs.extend(logprobs_to_proto(delta.prompt_logprobs))
     return inference_pb2.GenerateResponse(request_id=request_id, chunk=chunk)
 
 
@@ -93,4 +102,13 @@ def _sampling(sampling: inference_pb2.SamplingParams) -> AskedSampling:
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        min_tokens=sampling.min_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        n=sampling.n if sampling.HasField("n") else None,
+        include_stop=sampling.include_stop_str_in_output,
     )

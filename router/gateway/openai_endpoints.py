@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import BatonError
-from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
+from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope
 from router.gateway.group import GenerationGroup
 from router.gateway.http_request import read_body, request_id_of, tenant_of, timeouts_of, trace_of
 from router.gateway.openai_models import ChatBody, CompletionBody, GenerationBody, parse_body
-from router.gateway.prompts import Asked, Prompt
+from router.gateway.prompts import Asked, Prompt, TextPrompt
 from router.gateway.responses import EventStream, WholeAnswer
 from router.gateway.state import GatewayState
-from router.gateway.validation import check_model, prepare
+from router.gateway.validation import check_choices, check_model, prepare
 from router.spec import GenerationSpec
 
 # OpenAI's default for completions; a chat answer may go up to the context.
@@ -36,7 +36,9 @@ class OpenAiEndpoints:
         check_model(self._state.model, body.model or "")
         prompts = body.prompts()
         specs = await self._prepare(request, body, prompts, received_at, COMPLETION_MAX_TOKENS, "prompt")
-        answer = CompletionFormat(self._envelope(body, f"cmpl-{request_id_of(request)}"))
+        envelope = self._envelope(body, f"cmpl-{request_id_of(request)}")
+        echoes = [self._echo(p, spec) for p, spec in zip(prompts, specs, strict=True)] if body.echo else []
+        answer = CompletionFormat(envelope, echoes, body.num_shown)
         return self._respond(request, body, specs, answer)
 
     async def chat(self, request: Request) -> Response:
@@ -57,8 +59,9 @@ class OpenAiEndpoints:
         prompt_param: str,
     ) -> list[GenerationSpec]:
         # Before work is put into tokenizing what would be turned away.
-        self._state.dispatcher.check_room(len(prompts), tenant_of(request))
         sampling = body.asked_sampling()
+        check_choices(sampling, self._state.settings.max_choices)
+        self._state.dispatcher.check_room(len(prompts) * sampling.num_choices, tenant_of(request))
         timeouts_s = timeouts_of(request, body.timeout)
         trace = trace_of(request, self._state.sampler)
         return [
@@ -89,7 +92,17 @@ class OpenAiEndpoints:
             model=self._state.model.name,
             with_token_ids=bool(body.return_token_ids),
             with_usage=body.include_usage,
+            token_bytes=self._state.model.token_bytes,
+            num_logprobs=body.num_logprobs,
+            with_prompt_logprobs=body.prompt_logprobs is not None,
         )
+
+    def _echo(self, prompt: Prompt, spec: GenerationSpec) -> EchoedPrompt:
+        if isinstance(prompt, TextPrompt):
+            return EchoedPrompt(prompt.text, spec.prompt_token_ids)
+        detokenizer = self._state.model.new_detokenizer()
+        text = detokenizer.push(spec.prompt_token_ids) + detokenizer.flush()
+        return EchoedPrompt(text, spec.prompt_token_ids)
 
     def _respond(
         self, request: Request, body: GenerationBody, specs: list[GenerationSpec], answer: AnswerFormat
@@ -105,7 +118,8 @@ class OpenAiEndpoints:
 
         request_id, deadline = request_id_of(request), max(spec.deadline for spec in specs)
         if not body.stream:
-            return WholeAnswer(start, answer, request_id, deadline)
+            made, shown = specs[0].num_choices, body.num_shown
+            return WholeAnswer(start, answer, request_id, deadline, num_made=made, num_shown=shown)
         return EventStream(
             start,
             answer,

@@ -8,39 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import BatonError, invalid
 from router.gateway.prompts import AskedSampling, ChatPrompt, Prompt, TextPrompt, TokenPrompt
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
-
+from router.gateway.validation import MAX_LOGIT_BIAS
 
 # Field → whether a value changes nothing.
 _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
-    "n": lambda v: type(v) is int and v == 1,
-    "best_of": lambda v: type(v) is int and v == 1,
-    "logprobs": lambda v: v is False,
-    "top_logprobs": _is_zero,
     "tools": lambda v: v == [],
     "tool_choice": lambda v: v in ("none", "auto"),
     "functions": lambda v: v == [],
     "function_call": lambda v: v in ("none", "auto"),
     "response_format": lambda v: v == {"type": "text"},
-    "presence_penalty": _is_zero,
-    "frequency_penalty": _is_zero,
-    "repetition_penalty": lambda v: type(v) in (int, float) and v == 1,
-    "logit_bias": lambda v: v == {},
-    "echo": lambda v: v is False,
     "suffix": lambda v: v == "",
+    # Of /v1/completions; there they are served.
+    "best_of": lambda v: type(v) is int and v == 1,
+    "echo": lambda v: v is False,
 }
 
 
 MAX_PROMPTS: Final = 128
+MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_TOKEN_ID_DIGITS: Final = 10
 MAX_MESSAGES: Final = 10_000
 T = TypeVar("T")
 # One wrong item is enough: a million complaints would stop the event loop for a minute.
@@ -57,6 +49,8 @@ class StreamOptions(_Body):
 
 class GenerationBody(_Body):
     """Fields that both endpoints share."""
+
+    served_fields: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = Field(None, description="the served model's name; left out: the only one")
     stream: bool | None = False
@@ -75,22 +69,33 @@ class GenerationBody(_Body):
     cache_salt: str | None = Field(None, description="prompts share cached blocks only within one salt")
     user: str | None = None
     priority: int | None = Field(None, description="lower is more urgent, default 0; no more than the tenant may have")
+    n: int | None = Field(None, description="continuations of each prompt; default 1")
+    min_tokens: int | None = Field(None, description="end of text, stop tokens and stop strings count only after these")
+    presence_penalty: float | None = Field(None, description="-2 to 2, over the output's tokens")
+    frequency_penalty: float | None = Field(None, description="-2 to 2, over the output's tokens")
+    repetition_penalty: float | None = Field(None, description="above 0, to 10, over prompt and output; 1 is off")
+    logit_bias: dict[str, float] | None = Field(
+        None, description="token id → -100 to 100, added to its logit", max_length=MAX_LOGIT_BIAS
+    )
+    prompt_logprobs: int | None = Field(None, description="0 to 20: as logprobs, of the prompt's tokens")
+    include_stop_str_in_output: bool | None = Field(False, description="keep the stop string that ended the text")
 
-    n: Any = None
-    best_of: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     response_format: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    echo: Any = None
     suffix: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell beside each token; None: no logprobs."""
+        return None
+
+    @property
+    def num_shown(self) -> int:
+        """Choices a prompt in the answer."""
+        return 1 if self.n is None else self.n
 
     @property
     def include_usage(self) -> bool:
@@ -100,10 +105,12 @@ class GenerationBody(_Body):
         """Raises INVALID_REQUEST naming the first field that asks for what is not served."""
         for field in self.model_fields_set & _NEUTRAL.keys():
             value = getattr(self, field)
-            if value is not None and not _NEUTRAL[field](value):
+            if field not in self.served_fields and value is not None and not _NEUTRAL[field](value):
                 raise invalid(f"`{field}` = {str(value)[:80]} is not supported: leave it out", field)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("`prompt_logprobs` is not told in a stream: leave `stream` out", "prompt_logprobs")
 
     def asked_sampling(self) -> AskedSampling:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -117,13 +124,47 @@ class GenerationBody(_Body):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_logit_bias(self.logit_bias or {}),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            n=self.n,
+            include_stop=bool(self.include_stop_str_in_output),
         )
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions. prompt: a string, token ids, or a list of either (one choice each)."""
 
+    served_fields = frozenset({"best_of", "echo"})
+
     prompt: Any = Field(description="string, list of strings, token ids, or list of lists of token ids")
+    logprobs: int | None = Field(None, description="0 to 5: each token's logprob, and so many likeliest tokens")
+    echo: bool | None = Field(False, description="the text begins with the prompt")
+    best_of: int | None = Field(None, description="continuations of which the n likeliest are shown")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
+            message = f"`logprobs` must be from 0 to {MAX_COMPLETION_LOGPROBS}, found {self.logprobs}"
+            raise invalid(message, "logprobs")
+        if self.stream and (self.best_of or 1) > self.num_shown:
+            raise invalid("`best_of` above `n` can't be streamed: the best is known at the end", "best_of")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise invalid("`echo` with `logprobs` is not told in a stream: leave `stream` out", "echo")
+
+    def asked_sampling(self) -> AskedSampling:
+        asked = replace(super().asked_sampling(), best_of=self.best_of)
+        if self.echo and self.logprobs is not None and asked.prompt_logprobs is None:
+            return replace(asked, prompt_logprobs=self.logprobs)
+        return asked
 
     def prompts(self) -> list[Prompt]:
         """At least one. Raises INVALID_REQUEST naming `prompt`."""
@@ -165,6 +206,19 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[_List[ChatMessage], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, description="as max_tokens")
+    logprobs: bool | None = Field(False, description="tell each token's logprob")
+    top_logprobs: int | None = Field(None, description="0 to 20 likeliest tokens at each place; needs logprobs")
+    best_of: Any = None
+    echo: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("`top_logprobs` is only allowed with `logprobs`: true", "top_logprobs")
 
     def prompt(self) -> ChatPrompt:
         """Raises INVALID_REQUEST naming the message at fault."""
@@ -173,7 +227,7 @@ class ChatBody(GenerationBody):
         return ChatPrompt([_message(i, message) for i, message in enumerate(self.messages)])
 
     def asked_sampling(self) -> AskedSampling:
-        asked = super().asked_sampling()
+        asked = replace(super().asked_sampling(), logprobs_field="top_logprobs")
         bound = self.max_completion_tokens
         if bound is None:
             return asked
@@ -194,6 +248,14 @@ def parse_body(kind: type[B], data: bytes) -> B:
         raise _to_baton_error(error) from None
     body.check_supported()
     return body
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """By token id. Raises INVALID_REQUEST for a key that is none."""
+    for key in bias:
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_TOKEN_ID_DIGITS):
+            raise invalid(f"`logit_bias` has the key {key[:20]!r}: a token id is needed", "logit_bias")
+    return {int(key): value for key, value in bias.items()}
 
 
 def _message(index: int, message: ChatMessage) -> Mapping[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.tracing import TraceContext
@@ -32,7 +32,9 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class AskedSampling:
-    """As the client said it, types checked, ranges not. None: not said. max_tokens_field: under which name."""
+    """As the client said it, types checked, ranges not. None: not said. max_tokens_field: under which name; likewise
+    logprobs_field. logit_bias: by token id.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -44,6 +46,22 @@ class AskedSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    logprobs_field: str = "logprobs"
+    prompt_logprobs: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    include_stop: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """Continuations that are generated; n of them are shown."""
+        return max(self.n or 1, self.best_of or 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ A stream's status line waits for the first news, so that a request that fails be
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import orjson
@@ -14,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import BatonError
+from common.logprobs import TokenLogprobs
 from common.telemetry import get_logger
 from router.gateway.errors import as_baton_error, error_json, error_response
 from router.gateway.formats import AnswerFormat, Choice
@@ -63,25 +66,73 @@ class _GeneratingResponse(Response):
 
 
 class WholeAnswer(_GeneratingResponse):
-    """One JSON object. An error of any choice is the answer's."""
+    """One JSON object. An error of any choice is the answer's.
+
+    num_made, num_shown: choices of a prompt; where fewer are shown, they are the likeliest, by mean logprob.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], GenerationGroup],
+        answer: AnswerFormat,
+        request_id: str,
+        deadline: float,
+        *,
+        num_made: int,
+        num_shown: int,
+    ) -> None:
+        super().__init__(start, answer, request_id, deadline)
+        self._num_made = num_made
+        self._num_shown = num_shown
 
     async def _generate(self, group: GenerationGroup, scope: Scope, receive: Receive, send: Send) -> None:
-        texts: dict[int, list[str]] = {}
-        tokens: dict[int, list[int]] = {}
-        reasons: dict[int, str] = {}
+        drafts: dict[int, _Draft] = defaultdict(_Draft)
         while not group.done:
             generation, delta = await group.next()
-            texts.setdefault(generation.index, []).append(delta.text)
-            tokens.setdefault(generation.index, []).extend(delta.token_ids)
-            if isinstance(delta.end, Finished):
-                reasons[generation.index] = delta.end.reason.value
-            elif delta.end is not None:
+            drafts[generation.index].add(delta)
+            if isinstance(delta.end, BatonError):
                 raise delta.end
             generation.mark_written()
-        choices = [Choice(i, "".join(texts[i]), tokens[i], reasons[i]) for i in sorted(reasons)]
-        body = orjson.dumps(self._answer.whole(choices, group.usage))
+        made = [drafts[index].choice(index) for index in sorted(drafts)]
+        body = orjson.dumps(self._answer.whole(self._shown(made), group.usage))
         headers = {"x-request-id": self._request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
+
+    def _shown(self, made: list[Choice]) -> list[Choice]:
+        """Of each prompt the best num_shown, numbered through. The prompt's logprobs came with its first choice."""
+        shown: list[Choice] = []
+        for first in range(0, len(made), self._num_made):
+            group = made[first : first + self._num_made]
+            prompt_logprobs = group[0].prompt_logprobs
+            if self._num_shown < self._num_made:
+                group = sorted(group, key=lambda choice: -choice.mean_logprob)[: self._num_shown]
+            shown += [
+                replace(choice, index=len(shown) + i, prompt_logprobs=prompt_logprobs) for i, choice in enumerate(group)
+            ]
+        return shown
+
+
+class _Draft:
+    """What has come of one choice so far."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._reason = ""
+
+    def add(self, delta: TextDelta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+        if isinstance(delta.end, Finished):
+            self._reason = delta.end.reason.value
+
+    def choice(self, index: int) -> Choice:
+        text = "".join(self._texts)
+        return Choice(index, text, self._token_ids, self._reason, self._logprobs, self._prompt_logprobs)
 
 
 class EventStream(_GeneratingResponse):
@@ -127,7 +178,8 @@ class EventStream(_GeneratingResponse):
     def _events(self, index: int, delta: TextDelta, opened: set[int]) -> bytes:
         """The news of one choice; empty where a client would see nothing new."""
         chunks: list[dict[str, Any] | None] = []
-        if delta.text or isinstance(delta.end, Finished) or (self._with_empty_text and delta.token_ids):
+        told = self._with_empty_text and delta.token_ids
+        if delta.text or delta.logprobs or isinstance(delta.end, Finished) or told:
             if index not in opened:
                 opened.add(index)
                 chunks.append(self._answer.opening(index))

@@ -36,7 +36,9 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """created: Unix seconds. vocab_size: rows of the embedding. max_prompt_chars: more text can't fit the context."""
+    """created: Unix seconds. vocab_size: rows of the embedding. max_prompt_chars: more text can't fit the context.
+    token_bytes: what one token stands for, perhaps part of a character.
+    """
 
     name: str
     fingerprint: str
@@ -49,6 +51,7 @@ class ServedModel:
     encoder: Encoder
     render_chat: ChatRenderer
     new_detokenizer: Callable[[], Detokenizer]
+    token_bytes: Callable[[int], bytes]
 
 
 @dataclass(frozen=True, slots=True)

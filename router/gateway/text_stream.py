@@ -28,10 +28,24 @@ class StopHit:
 
 
 class TextStream:
-    """stop: strings, none empty. stop_token_ids: tokens that end the output and are no part of its text."""
+    """stop: strings, none empty. stop_token_ids: tokens that end the output and are no part of its text.
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
+    min_tokens: what the first so many tokens say completes no stop string. include_stop: the text ends behind the stop
+    string or stop token, not before it.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: tuple[str, ...],
+        stop_token_ids: tuple[int, ...],
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
+        self._num_unsearched = min_tokens
+        self._include_stop = include_stop
         self._stop = stop
         self._stop_token_ids = frozenset(stop_token_ids)
         self._longest_held = max((len(s) for s in stop), default=1) - 1
@@ -39,13 +53,17 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str | StopHit:
         """Text that became certain; after a StopHit the stream is over, and its text ends before the stop string."""
-        if token_ids and token_ids[-1] in self._stop_token_ids:
+        if token_ids and token_ids[-1] in self._stop_token_ids and not self._include_stop:
             token_ids = token_ids[:-1]
         if not self._stop:
             return self._detokenizer.push(token_ids) if token_ids else ""
         shown: list[str] = []
         # One by one, so that it doesn't depend on how tokens were bundled which of them counts as the last.
         for count, token_id in enumerate(token_ids, start=1):
+            if self._num_unsearched > 0:
+                self._num_unsearched -= 1
+                shown.append(self._detokenizer.push((token_id,)))
+                continue
             text = self._held + self._detokenizer.push((token_id,))
             cut = self._find_stop(text)
             if cut is not None:
@@ -57,12 +75,16 @@ class TextStream:
         """The rest, once no token follows; a StopHit where the last characters complete a stop string after all."""
         text = self._held + self._detokenizer.flush()
         self._held = ""
-        cut = self._find_stop(text)
+        cut = None if self._num_unsearched > 0 else self._find_stop(text)
         return text if cut is None else StopHit(text[:cut], 0)
 
     def _find_stop(self, text: str) -> int | None:
-        starts = [start for s in self._stop if (start := text.find(s)) >= 0]
-        return min(starts, default=None)
+        """Where the text ends: of the stop string that begins first, and of several there the shortest."""
+        found = [(start, len(s)) for s in self._stop if (start := text.find(s)) >= 0]
+        if not found:
+            return None
+        start, length = min(found)
+        return start + length if self._include_stop else start
 
     def _hold_back(self, text: str) -> str:
         """Keeps the longest tail that begins a stop string; returns what stands before it."""

@@ -24,6 +24,9 @@ MAX_STOP_TOKEN_IDS: Final = 128
 MAX_STOP_CHARS: Final = 1024
 MAX_SALT_CHARS: Final = 256
 MAX_PRIORITY: Final = 1000
+MAX_LOGIT_BIAS: Final = 300
+MAX_LOGPROBS: Final = 20
+MAX_REPETITION_PENALTY: Final = 10.0
 MAX_SEED: Final = (1 << 64) - 1
 
 
@@ -32,6 +35,7 @@ async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
     model = state.model
     check_model(model, asked.model)
     check_sampling(asked.sampling)
+    check_choices(asked.sampling, state.settings.max_choices)
     if len(asked.cache_salt) > MAX_SALT_CHARS:
         raise invalid(f"`cache_salt` is longer than {MAX_SALT_CHARS} characters", "cache_salt")
     _check_range("priority", asked.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -63,6 +67,8 @@ async def prepare(state: GatewayState, asked: Asked) -> GenerationSpec:
         tenant=asked.tenant,
         priority=asked.tenant.priority_of(asked.priority),
         lease_id=lease_id,
+        num_choices=asked.sampling.num_choices,
+        include_stop=asked.sampling.include_stop,
     )
 
 
@@ -81,6 +87,17 @@ def check_sampling(asked: AskedSampling) -> None:
     _check_range("top_k", asked.top_k, -1, (1 << 31) - 1)
     _check_range("seed", asked.seed, -(1 << 63), MAX_SEED)
     _check_range(asked.max_tokens_field, asked.max_tokens, 1, math.inf)
+    _check_range("min_tokens", asked.min_tokens, 0, math.inf)
+    _check_range("presence_penalty", asked.presence_penalty, -2.0, 2.0)
+    _check_range("frequency_penalty", asked.frequency_penalty, -2.0, 2.0)
+    _check_range("repetition_penalty", asked.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above=True)
+    _check_range(asked.logprobs_field, asked.logprobs, 0, MAX_LOGPROBS)
+    _check_range("prompt_logprobs", asked.prompt_logprobs, 0, MAX_LOGPROBS)
+    if len(asked.logit_bias) > MAX_LOGIT_BIAS:
+        raise invalid(f"`logit_bias` has more than {MAX_LOGIT_BIAS} entries", "logit_bias")
+    for token_id, bias in asked.logit_bias.items():
+        if not -100.0 <= bias <= 100.0:
+            raise invalid(f"`logit_bias` of token {token_id} must be from -100 to 100, found {bias}", "logit_bias")
     if len(asked.stop) > MAX_STOP_STRINGS:
         raise invalid(f"`stop` has {len(asked.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
     if not all(asked.stop):
@@ -89,6 +106,14 @@ def check_sampling(asked: AskedSampling) -> None:
         raise invalid(f"`stop` contains a string of more than {MAX_STOP_CHARS} characters", "stop")
     if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid(f"`stop_token_ids` has more than {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+
+
+def check_choices(asked: AskedSampling, max_choices: int) -> None:
+    """Raises where `n` or `best_of` is out of bounds, or the one contradicts the other."""
+    _check_range("n", asked.n, 1, max_choices)
+    _check_range("best_of", asked.best_of, 1, max_choices)
+    if asked.best_of is not None and asked.best_of < (asked.n or 1):
+        raise invalid(f"`best_of` ({asked.best_of}) must be at least `n` ({asked.n or 1})", "best_of")
 
 
 def resolve_timeout(asked_s: Mapping[str, float], bound_s: float) -> float:
@@ -120,6 +145,7 @@ def resolve_sampling(asked: Asked, model: ServedModel, num_prompt_tokens: int) -
     """Every field final. Raises CONTEXT_LENGTH where prompt and completion don't fit the context together."""
     sampling = asked.sampling
     _check_vocabulary(sampling.stop_token_ids, model.vocab_size, "stop_token_ids")
+    _check_vocabulary(tuple(sampling.logit_bias), model.vocab_size, "logit_bias")
     room = model.max_model_len - num_prompt_tokens
     if room < 1 or (sampling.max_tokens is not None and sampling.max_tokens > room):
         completion = 1 if sampling.max_tokens is None else sampling.max_tokens
@@ -131,15 +157,28 @@ def resolve_sampling(asked: Asked, model: ServedModel, num_prompt_tokens: int) -
             param=asked.prompt_param if room < 1 else sampling.max_tokens_field,
         )
     default = room if asked.default_max_tokens is None else min(asked.default_max_tokens, room)
+    max_tokens = default if sampling.max_tokens is None else sampling.max_tokens
+    min_tokens = sampling.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(f"`min_tokens` ({min_tokens}) is more than the bound on the output, {max_tokens}", "min_tokens")
+    # The best of several is found by what they say of themselves.
+    ranked = (sampling.best_of or 1) > (sampling.n or 1)
     eos = () if sampling.ignore_eos else model.eos_token_ids
     return SamplingParams(
-        max_tokens=default if sampling.max_tokens is None else sampling.max_tokens,
+        max_tokens=max_tokens,
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         top_k=max(0, sampling.top_k or 0),  # -1 and 0 both mean off
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
         min_p=sampling.min_p or 0.0,
         seed=secrets.randbits(64) if sampling.seed is None else sampling.seed & MAX_SEED,
         stop_token_ids=tuple(dict.fromkeys((*eos, *sampling.stop_token_ids))),
+        min_tokens=min_tokens,
+        presence_penalty=sampling.presence_penalty or 0.0,
+        frequency_penalty=sampling.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        logprobs=0 if ranked and sampling.logprobs is None else sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 

@@ -261,6 +261,12 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
                 else self._prefill(peer, sequence, command.target)
             )
             sequence.task = asyncio.create_task(work)
+            for fork in command.spec.forks:
+                own = worker_pb2.SequenceSpec()
+                own.CopyFrom(command.spec)
+                own.transfer_id, own.sampling.seed = fork.transfer_id, fork.seed
+                del own.forks[:]
+                peer.sequences[fork.transfer_id] = _Sequence(own)
             await self._notify()
 
     async def _abort(self, peer: _Peer, transfer_id: str) -> None:
@@ -283,15 +289,22 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
         index = sequence.base
         token, reason = self._next(sequence, index)
         cached = self._cached_tokens
-        self._send(peer, sequence, first_index=index, token_ids=[token], finish_reason=reason, num_cached_tokens=cached)
+        group = [sequence, *self._forks(peer, sequence)]
+        for each in group:
+            self._send(peer, each, first_index=index, token_ids=[token], finish_reason=reason, num_cached_tokens=cached)
         self._wire.commit(target.secret, ended=reason != 0)
         await self.last_frames.passed()
         timings = worker_pb2.Timings(queue_s=0.001, prefill_s=0.002, transfer_s=0.003, transfer_bytes=4096)
-        await self._end(peer, sequence, num_cached_tokens=cached, timings=timings)
+        for each in [*self._forks(peer, sequence), sequence]:
+            await self._end(peer, each, num_cached_tokens=cached, timings=timings)
+
+    def _forks(self, peer: _Peer, sequence: _Sequence) -> list[_Sequence]:
+        """Those that were not aborted; all continuations say the same here."""
+        ids = [fork.transfer_id for fork in sequence.spec.forks]
+        return [peer.sequences[transfer_id] for transfer_id in ids if transfer_id in peer.sequences]
 
     async def _decode(self, peer: _Peer, sequence: _Sequence, prefill_here: bool) -> None:
         index = sequence.base
-        emitted = 0
         if not prefill_here:
             await self.reservations.passed()
             if await self._failed(peer, sequence, 0):
@@ -309,8 +322,15 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
                 self._wire.forget(secret)
             index += 1
             if ended:
-                await self._end(peer, sequence, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+                for each in [*self._forks(peer, sequence), sequence]:
+                    await self._end(peer, each, finish_reason=common_pb2.FINISH_REASON_LENGTH)
                 return
+        for fork in self._forks(peer, sequence):
+            fork.task = asyncio.create_task(self._decode_on(peer, fork, index, prefill_here))
+        await self._decode_on(peer, sequence, index, prefill_here)
+
+    async def _decode_on(self, peer: _Peer, sequence: _Sequence, index: int, prefill_here: bool) -> None:
+        emitted = 0
         timings = worker_pb2.Timings(decode_s=0.004)
         while True:
             await self.steps.passed()

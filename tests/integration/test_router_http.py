@@ -164,7 +164,10 @@ BAD = [
     ("completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "invalid_request"),
     ("completions", {"prompt": "a", "temperature": 9}, 400, "temperature", "invalid_request"),
     ("completions", {"prompt": "a", "model": "nope"}, 404, "model", "model_not_found"),
-    ("completions", {"prompt": "a", "echo": True}, 400, "echo", "invalid_request"),
+    ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "invalid_request"),
+    ("completions", {"prompt": "a", "n": 17}, 400, "n", "invalid_request"),
+    ("completions", {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", "invalid_request"),
+    ("completions", {"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "invalid_request"),
     ("completions", {"prompt": ["a"] * 129}, 400, "prompt", "invalid_request"),
     ("completions", {"prompt": "a", "timeout": 0}, 400, "timeout", "invalid_request"),
     ("chat/completions", {"messages": []}, 400, "messages", "invalid_request"),
@@ -289,3 +292,37 @@ async def test_the_openapi_page_describes_the_bodies(folder):
         schema = page["components"]["schemas"]["ChatBody"]["properties"]
         assert {"messages", "max_completion_tokens", "stop"} <= set(schema)
         assert page["paths"]["/v1/chat/completions"]["post"]["requestBody"]["required"] is True
+
+
+async def test_choices_are_numbered_streamed_side_by_side_and_count_their_prompt_once(folder):
+    async with mock_cluster(folder) as cluster:
+        one = await cluster.complete(prompt=["hello", "there"], max_tokens=5)
+        whole = await cluster.complete(prompt=["hello", "there"], max_tokens=5, n=3)
+        assert [c["index"] for c in whole["choices"]] == list(range(6))
+        texts = [c["text"] for c in one["choices"]]
+        assert [c["text"] for c in whole["choices"]] == [texts[0]] * 3 + [texts[1]] * 3
+        assert whole["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+        assert whole["usage"]["completion_tokens"] == 30
+        assert [len(spec.forks) for spec in cluster.prefills[0].seen] == [0, 0, 2, 2], "one prefill a prompt"
+        async with streamed(cluster, max_tokens=5, n=3, stream_options={"include_usage": True}) as events:
+            await events.rest()
+        assert events.done
+        by_index = dict.fromkeys(range(3), "")
+        for event in events.events:
+            for choice in event["choices"]:
+                by_index[choice["index"]] += choice["text"]
+        assert by_index == dict.fromkeys(range(3), texts[0])
+        assert len(events.finish_reasons) == 3
+        assert events.events[-1]["usage"]["completion_tokens"] == 15
+        cluster.assert_nothing_left()
+
+
+async def test_a_client_that_leaves_ends_all_its_choices(folder):
+    async with mock_cluster(folder) as cluster:
+        cluster.decodes[0].steps.close()
+        async with streamed(cluster, max_tokens=50, n=3, return_token_ids=True) as events:
+            await events.next()
+        await cluster.until(lambda: cluster.router.dispatcher.num_in_flight == 0, "the end of all choices")
+        await cluster.decodes[0].until(lambda: not cluster.decodes[0].live)
+        await cluster.prefills[0].until(lambda: not cluster.prefills[0].live)
+        cluster.assert_nothing_left()

@@ -72,11 +72,8 @@ def test_a_wrong_type_is_never_converted(body, fields, param):
 @pytest.mark.parametrize(
     ("field", "asks", "neutral"),
     [
-        ("n", 2, 1), ("n", 0, 1), ("n", True, 1), ("n", "1", 1), ("best_of", 2, 1), ("logprobs", 0, False),
-        ("logprobs", True, False), ("top_logprobs", 2, 0), ("tools", [{}], []), ("tool_choice", "required", "auto"),
-        ("response_format", {"type": "json_object"}, {"type": "text"}), ("presence_penalty", 0.5, 0),
-        ("frequency_penalty", -1, 0.0), ("logit_bias", {"5": 1}, {}), ("echo", True, False), ("suffix", "x", ""),
-        ("repetition_penalty", 1.1, 1.0),
+        ("tools", [{}], []), ("tool_choice", "required", "auto"),
+        ("response_format", {"type": "json_object"}, {"type": "text"}), ("suffix", "x", ""),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("body", [completion, chat])
@@ -182,3 +179,67 @@ def test_messages_and_prompts_are_bounded_in_number():
     assert refused(chat, messages=[USER] * 10_001).param == "messages"
     for prompts in (["a"] * 129, [[1]] * 129, [[]] * 129):
         assert "at most 128 prompts" in str(refused(completion(prompt=prompts).prompts))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": True}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"min_tokens": "1"}, "min_tokens"),
+        ({"presence_penalty": "0"}, "presence_penalty"),
+        ({"frequency_penalty": []}, "frequency_penalty"),
+        ({"repetition_penalty": "x"}, "repetition_penalty"),
+        ({"logit_bias": [1, 2]}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ],
+)
+@pytest.mark.parametrize("body", [completion, chat])
+def test_sampling_fields_of_a_wrong_kind_are_refused_by_name(body, fields, param):
+    assert refused(body, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "param"),
+    [
+        (completion, {"logprobs": 6}, "logprobs"),
+        (completion, {"logprobs": -1}, "logprobs"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"best_of": 2, "stream": True}, "best_of"),
+        (completion, {"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        (completion, {"echo": "yes"}, "echo"),
+        (chat, {"logprobs": 1}, "logprobs"),
+        (chat, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"best_of": 2}, "best_of"),
+        (chat, {"echo": True}, "echo"),
+    ],
+)
+def test_fields_that_contradict_each_other_or_the_endpoint_are_refused_by_name(body, fields, param):
+    assert refused(body, **fields).param == param
+
+
+def test_asked_sampling_holds_what_the_body_said():
+    asked = completion(
+        n=2, best_of=3, logprobs=2, echo=True, logit_bias={"5": 1, "07": -2.5}, min_tokens=1, presence_penalty=0.5
+    ).asked_sampling()
+    assert (asked.n, asked.best_of, asked.num_choices) == (2, 3, 3)
+    assert asked.logit_bias == {5: 1.0, 7: -2.5}
+    assert (asked.logprobs, asked.prompt_logprobs) == (2, 2), "an echo tells the prompt's logprobs, too"
+    assert (asked.min_tokens, asked.presence_penalty) == (1, 0.5)
+    asked = chat(logprobs=True, top_logprobs=7).asked_sampling()
+    assert (asked.logprobs, asked.logprobs_field) == (7, "top_logprobs")
+    assert chat(logprobs=True).asked_sampling().logprobs == 0
+    assert chat(logprobs=False).asked_sampling().logprobs is None
+
+
+@pytest.mark.parametrize("key", ["a", "-1", "1" * 5000, "1.0", "", "²"])
+def test_a_bias_is_of_token_ids(key):
+    def asked_sampling(**fields):
+        return completion(**fields).asked_sampling()
+
+    assert refused(asked_sampling, logit_bias={key: 1}).param == "logit_bias"

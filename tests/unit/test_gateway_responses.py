@@ -58,13 +58,13 @@ class Serving:
         state = SimpleNamespace(
             model=model, dispatcher=self.bench.dispatcher, metrics=RouterMetrics(), clock=time.monotonic
         )
-        envelope = Envelope("cmpl-1", 5, "tiny", with_token_ids=False, with_usage=False)
+        envelope = Envelope("cmpl-1", 5, "tiny", False, False, token_bytes=lambda token_id: bytes([token_id]))
         answer = ChatFormat(envelope) if chat else CompletionFormat(envelope)
         specs = [make_spec(max_tokens) for _ in range(prompts)]
         loop_deadline = asyncio.get_running_loop().time() + 60
         arguments = (lambda: GenerationGroup(state, specs), answer, "rid", loop_deadline)
         extra = {"with_usage": False, "with_empty_text": False}
-        self.response = EventStream(*arguments, **extra) if stream else WholeAnswer(*arguments)
+        self.response = EventStream(*arguments, **extra) if stream else WholeAnswer(*arguments, num_made=1, num_shown=1)
         self.task = asyncio.ensure_future(
             self.response({"type": "http"}, self.connection.receive, self.connection.send)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +37,11 @@ def state():
         name="tiny", fingerprint="f", created=0, max_model_len=64, vocab_size=100, eos_token_ids=(2, 3), block_size=4,
         max_prompt_chars=4000, encoder=WordEncoder(),
         render_chat=lambda messages: " ".join(m["content"] for m in messages),
-        new_detokenizer=lambda: None,
+        new_detokenizer=lambda: None, token_bytes=lambda token_id: b"",
     )  # fmt: skip
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
-        yield SimpleNamespace(model=model, executor=executor, settings=SimpleNamespace(request_timeout_s=600.0))
+        settings = SimpleNamespace(request_timeout_s=600.0, max_choices=4)
+        yield SimpleNamespace(model=model, executor=executor, settings=settings)
 
 
 def asked(prompt="one two three", default_max_tokens: int | None = 16, **sampling) -> Asked:
@@ -120,6 +122,24 @@ async def test_prompt_and_completion_must_fit_the_context_together(state):
         ({"stop_token_ids": (100,)}, "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"stop_token_ids": tuple([1] * 200)}, "stop_token_ids"),
+        ({"n": 0}, "n"),
+        ({"n": 5}, "n"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 5}, "best_of"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"min_tokens": 1 << 40}, "min_tokens"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: 100.5}}, "logit_bias"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias"),
+        ({"logprobs": 21, "logprobs_field": "top_logprobs"}, "top_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ],
 )
 async def test_out_of_range_is_refused_by_name(state, sampling, param):

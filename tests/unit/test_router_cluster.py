@@ -208,7 +208,7 @@ class Heard:
 
     def on_reserved(self, target) -> None: ...
 
-    def on_tokens(self, first_index, token_ids) -> None:
+    def on_tokens(self, first_index, token_ids, logprobs=()) -> None:
         self.tokens += token_ids
 
     def on_news(self, news) -> None:
@@ -284,7 +284,7 @@ def test_a_lost_session_tells_everybody_once_and_forgets_what_late_frames_say():
 
 def test_one_requests_bug_does_not_end_the_session_of_others():
     class Broken(Heard):
-        def on_tokens(self, first_index, token_ids) -> None:
+        def on_tokens(self, first_index, token_ids, logprobs=()) -> None:
             raise RuntimeError("bug")
 
     worker = PlayedWorker("d0", "decode")

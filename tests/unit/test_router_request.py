@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 
 import hypothesis
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.common.v1 import common_pb2
 from common.errors import BatonError, ErrorKind
-from common.sampling_params import FinishReason
+from common.sampling_params import FinishReason, choice_seed
 from router import request as request_module
 from router.request_state import LEGAL_MOVES, TERMINAL, IllegalMoveError, RequestState, check_move
 from router.spec import Finished, Usage
@@ -472,3 +475,105 @@ async def test_a_preempted_request_stays_where_nobody_else_has_room():
     assert d0.commands_of("abort") == []
     d0.output(transfer_id, first_index=1, token_ids=[51, 52, 53, 54], finish_reason="LENGTH", leg_ended=True)
     assert client.tokens == [50, 51, 52, 53, 54]
+
+
+# ---- several continuations of one prompt
+
+
+class Choices:
+    """A request with n = 3, before its workers."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.tokens: list[list[int]] = [[], [], []]
+        self.ends: list[list[object]] = [[], [], []]
+        spec = replace(make_spec(), num_choices=3)
+        self.runs = bench.dispatcher.submit_choices(spec, [partial(self.notified, i) for i in range(3)])
+
+    def notified(self, index: int) -> None:
+        delta = self.runs[index].take()
+        self.tokens[index] += delta.token_ids
+        if delta.end is not None:
+            self.ends[index].append(delta.end)
+
+
+async def choices_sent(bench: Bench) -> tuple[Choices, list[str]]:
+    """Three continuations whose one reservation was granted; their transfer ids."""
+    choices = Choices(bench)
+    await settle()
+    spec = bench.decodes[0].pop_command().reserve.spec
+    assert bench.decodes[0].commands == [], "one reservation for all"
+    bench.decodes[0].reserved(spec.transfer_id)
+    prefill = bench.prefills[0].pop_command().prefill.spec
+    assert bench.prefills[0].commands == [], "one prefill for all"
+    assert prefill.forks == spec.forks
+    assert [f.seed for f in spec.forks] == [choice_seed(7, 1), choice_seed(7, 2)]
+    return choices, [spec.transfer_id, *(fork.transfer_id for fork in spec.forks)]
+
+
+async def test_choices_are_sent_once_and_end_each_by_itself(bench):
+    choices, ids = await choices_sent(bench)
+    assert len(set(ids)) == 3
+    for index, transfer_id in enumerate(ids):
+        bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50 + index], num_cached_tokens=16)
+        bench.prefills[0].output(transfer_id, leg_ended=True, num_cached_tokens=16)
+        bench.decodes[0].output(
+            transfer_id, first_index=1, token_ids=[60, 61, 70 + index], finish_reason="LENGTH", leg_ended=True
+        )
+    assert choices.tokens == [[50, 60, 61, 70], [51, 60, 61, 71], [52, 60, 61, 72]]
+    usages = [end.usage for (end,) in choices.ends]
+    assert usages == [Usage(len(PROMPT), 4, 16), Usage(0, 4, 0), Usage(0, 4, 0)], "the prompt counts once"
+    assert bench.all_idle()
+
+
+async def test_a_worker_that_dies_has_each_choice_go_on_by_itself_with_its_own_seed():
+    bench = Bench(num_decode=2)
+    choices, ids = await choices_sent(bench)
+    for index, transfer_id in enumerate(ids):
+        bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50 + index])
+    bench.decodes[0].output(ids[1], first_index=1, token_ids=[60])
+    bench.decodes[0].lose()
+    await settle()
+    specs = [command.reserve.spec for command in bench.decodes[1].commands_of("reserve")]
+    assert [list(spec.token_ids[len(PROMPT) :]) for spec in specs] == [[50], [51, 60], [52]]
+    assert [spec.sampling.seed for spec in specs] == [7, choice_seed(7, 1), choice_seed(7, 2)]
+    assert all(len(spec.forks) == 0 for spec in specs)
+    for run in choices.runs:
+        run.abort()
+    assert bench.all_idle()
+
+
+async def test_one_choice_that_stops_leaves_the_others_running(bench):
+    choices, ids = await choices_sent(bench)
+    bench.prefills[0].output(ids[0], first_index=0, token_ids=[50])
+    choices.runs[0].stop(1)
+    assert [c.abort.transfer_id for c in bench.decodes[0].commands_of("abort")] == [ids[0]]
+    for transfer_id in ids[1:]:
+        bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], finish_reason="STOP")
+    assert [len(ends) for ends in choices.ends] == [1, 1, 1]
+    assert bench.all_idle()
+
+
+async def test_choices_that_find_no_worker_all_end_with_the_error():
+    bench = Bench(num_prefill=0, num_decode=0)
+    choices = Choices(bench)
+    await until(lambda: all(choices.ends))
+    assert [end.kind for (end,) in choices.ends] == [ErrorKind.NO_WORKER] * 3
+    assert bench.all_idle()
+
+
+async def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first(bench):
+    spec = make_spec(2)
+    client, transfer_id = await started(bench, replace(spec, sampling=replace(spec.sampling, logprobs=1)))
+    deltas = []
+    client.run._notify = lambda: deltas.append(client.run.take())
+    bench.decodes[0].reserved(transfer_id)
+    told = [common_pb2.TokenLogprobs(token_id=i, logprob=-i, rank=1) for i in range(60)]
+    bench.prefills[0].output(transfer_id, prompt_logprobs=[told[11], told[12]], first_prompt_index=1)
+    bench.prefills[0].output(transfer_id, prompt_logprobs=[told[12], told[13]], first_prompt_index=2)
+    bench.prefills[0].output(transfer_id, first_index=0, token_ids=[50], logprobs=[told[50]], leg_ended=True)
+    bench.decodes[0].output(
+        transfer_id, first_index=1, token_ids=[51], logprobs=[told[51]], finish_reason="LENGTH", leg_ended=True
+    )
+    assert [t.token_id for d in deltas for t in d.logprobs] == [50, 51]
+    assert [t.token_id for t in deltas[0].prompt_logprobs] == [11, 12, 13]
+    assert [d.prompt_logprobs for d in deltas[1:]] == [()] * len(deltas[1:])
