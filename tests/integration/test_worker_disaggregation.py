@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,8 @@ from baton.common.v1 import common_pb2
 from baton.worker.v1 import worker_pb2
 from common.config import Settings
 from common.embedded_redis import EmbeddedRedis
+from common.engine.cost_rates import DEFAULT_RATES
+from common.kvcache.kv_cache import num_blocks_for
 from common.sampling_params import SamplingParams
 from common.worker.loading import LoadedModel, load
 from tests.worker_harness import (
@@ -26,6 +28,7 @@ from tests.worker_harness import (
     metric,
     reference,
     start_worker,
+    worker,
 )
 
 BLOCK_SIZE = 8
@@ -317,3 +320,30 @@ async def test_stopping_workers_end_what_runs_with_an_error_and_leave_nothing_be
         assert d.error is None
     assert asyncio.all_tasks() == before
     assert not {t.name for t in threading.enumerate()} - threads - {"asyncio_0", "asyncio_1", "asyncio_2"}
+
+
+async def test_a_host_tier_keeps_what_the_pools_give_up_and_no_text_changes(settings, loaded):
+    """Swapped sequences, and prompts that both pools have long evicted: found again, with the same tokens."""
+    settings = settings.model_copy(update={"host_kv_bytes": 8 << 20})
+    num_slots = num_blocks_for(loaded[0].fmt.layout, settings.host_kv_bytes)
+    # By a larger model's rates: so small a one computes its KV as quickly as it copies it.
+    both = [replace(each, host_slots=num_slots, rates=DEFAULT_RATES) for each in loaded]
+    async with (
+        worker("prefill", settings, both[0]) as prefill,
+        worker("decode", settings, both[1]) as decode,
+        RouterSession(prefill.info) as p,
+        RouterSession(decode.info) as d,
+    ):
+        prompts = [random_prompt(90, seed=50 + i) for i in range(16)]
+        specs = [make_spec(f"t{i}", prompt, prefill.info, max_tokens=100) for i, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*(generate(p, d, spec) for spec in specs))
+        assert await metric(decode.info, "baton_preemptions_swapped_total") > 0
+        for i, prompt in enumerate(prompts[::3]):
+            tokens, first, second = await generate(p, d, make_spec(f"u{i}", prompt, prefill.info, max_tokens=100))
+            assert tokens == results[3 * i][0]
+            assert tokens == reference(both[0], prompt, SamplingParams(max_tokens=100, temperature=0.0))
+            assert first.last.num_cached_tokens == second.last.num_cached_tokens == 88
+        for info in (prefill.info, decode.info):
+            assert await metric(info, "baton_prefix_cache_host_hits_total") > 0
+        await p.until_idle()
+        await d.until_idle()
