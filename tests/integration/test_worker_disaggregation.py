@@ -323,7 +323,7 @@ async def test_stopping_workers_end_what_runs_with_an_error_and_leave_nothing_be
 
 
 async def test_a_host_tier_keeps_what_the_pools_give_up_and_no_text_changes(settings, loaded):
-    """Swapped sequences, and prompts that both pools have long evicted: found again, with the same tokens."""
+    """Swapped sequences, and prompts that the pool has long evicted: found again, with the same tokens."""
     settings = settings.model_copy(update={"host_kv_bytes": 8 << 20})
     num_slots = num_blocks_for(loaded[0].fmt.layout, settings.host_kv_bytes)
     # By a larger model's rates: so small a one computes its KV as quickly as it copies it.
@@ -343,7 +343,6 @@ async def test_a_host_tier_keeps_what_the_pools_give_up_and_no_text_changes(sett
             assert tokens == results[3 * i][0]
             assert tokens == reference(both[0], prompt, SamplingParams(max_tokens=100, temperature=0.0))
             assert first.last.num_cached_tokens == second.last.num_cached_tokens == 88
-        for info in (prefill.info, decode.info):
-            assert await metric(info, "baton_prefix_cache_host_hits_total") > 0
+        assert await metric(decode.info, "baton_prefix_cache_host_hits_total") > 0
         await p.until_idle()
         await d.until_idle()
