@@ -59,6 +59,9 @@ class Settings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="weights and KV cache; auto: as the model says"
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="weights in 8 or 4 bits; the same in routers and workers"
+    )
     max_model_len: int = Field(0, ge=0, description="context in tokens; 0: the model's own")
 
     # how many (baton serve)

@@ -41,6 +41,7 @@ _WORKER_OPTIONS = (
     "redis_url",
     "model",
     "dtype",
+    "quantization",
     "host",
     "grpc_port",
     "advertise_host",
@@ -63,7 +64,9 @@ def root(context: typer.Context) -> None:
 
 
 @app.command()
-@takes_settings("host", "port", "grpc_port", "prefill", "decode", "model", "dtype", "kv_cache_bytes", "redis_url")
+@takes_settings(
+    "host", "port", "grpc_port", "prefill", "decode", "model", "dtype", "quantization", "kv_cache_bytes", "redis_url"
+)
 def serve(
     settings: Settings,
     demo: Annotated[bool, typer.Option(help="show one streamed answer once ready")] = True,
@@ -84,7 +87,9 @@ def serve(
 
 
 @app.command()
-@takes_settings("redis_url", "model", "host", "port", "grpc_port", "served_model_name", "max_waiting", "log_format")
+@takes_settings(
+    "redis_url", "model", "quantization", "host", "port", "grpc_port", "served_model_name", "max_waiting", "log_format"
+)
 def router(settings: Settings) -> None:
     """Start a router: the HTTP and gRPC front of a cluster.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from common.config import Settings
+from common.model.quantization import CODED_BYTES
 
 Role = Literal["router", "prefill", "decode"]
 # A worker beside its weights and KV: interpreter, torch and UCX (240 MB here), and the activations of a step.
@@ -76,7 +77,8 @@ def worker_threads(num_cores: int, num_prefill: int, num_decode: int, setting: i
 def memory_need(settings: Settings, *, weights_file_bytes: int, file_dtype: str) -> MemoryNeed:
     """weights_file_bytes: of the folder's safetensors files; file_dtype: what they hold (torch's name)."""
     dtype = file_dtype if settings.dtype == "auto" else settings.dtype
-    ratio = DTYPE_BYTES.get(dtype, 4) / DTYPE_BYTES.get(file_dtype, 2)
+    held = CODED_BYTES.get(settings.quantization, DTYPE_BYTES.get(dtype, 4))
+    ratio = held / DTYPE_BYTES.get(file_dtype, 2)
     return MemoryNeed(
         weights_bytes=int(weights_file_bytes * ratio),
         kv_cache_bytes=settings.kv_cache_bytes,

@@ -1,10 +1,11 @@
 """Times the engine's forward pass alone: decode steps and prompts, native executor against the torch reference.
 
-    python -m loadtest.bench_engine --model DIR [--dtype float32] [--threads 2] [--reference]
+    python -m loadtest.bench_engine --model DIR [--dtype float32] [--quantization int8] [--threads 2] [--reference]
 
-One line a case: least and median time, what the least time means in GB/s (weights and KV read once) and GFLOP/s, its
-ratio to the goal for two free cores, and how many times the reference's time it saves. On a shared machine the least
-time is the one to trust, and ratios within one run more than times.
+One line a case: least and median time, what the least time means in GB/s (weights, as though not quantised, and KV read
+once) and GFLOP/s, its ratio to the goal for two free cores (bfloat16, not quantised), and how many times the
+reference's time it saves. On a shared machine the least time is the one to trust, and ratios within one run more than
+times.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from common.kvcache.layout import DTYPE_BYTES, KvLayout
 from common.model.config import ModelConfig
 from common.model.interface import Model
 from common.model.loader import load_model
+from common.model.quantization import parse_quantization
 from common.sampling_params import SamplingParams
 
 BLOCK_SIZE: Final = 16
@@ -67,7 +69,7 @@ class Case:
         return tokens * (2 * (num_weights(config) - head) + attention) + self.sequences * 2 * head
 
     def bytes_read(self, config: ModelConfig, dtype: str) -> float:
-        """Weights once, and each sequence's KV once."""
+        """Weights once, as though not quantised, and each sequence's KV once."""
         kv = 2 * self.sequences * self.context * config.kv_size * config.num_layers
         return (num_weights(config) + kv) * DTYPE_BYTES[dtype]
 
@@ -123,13 +125,18 @@ def main(
     threads: Annotated[int, typer.Option(help="of both executors")] = 2,
     context: Annotated[int, typer.Option(help="tokens of each decoding sequence")] = 200,
     budget_s: Annotated[float, typer.Option(help="seconds a case")] = 3.0,
+    quantization: Annotated[str, typer.Option(help="none, int8 or int4")] = "none",
     reference: Annotated[bool, typer.Option(help="time the torch reference too")] = False,
 ) -> None:
     """Time decode steps and prompts on one model."""
     torch.set_num_threads(threads)
-    native = load_native_model(model, TORCH_DTYPES[dtype], threads)
-    plain = load_model(model, TORCH_DTYPES[dtype], torch.device("cpu")) if reference else None
-    typer.echo(f"{dtype}, {threads} threads; the executor holds {native.memory_bytes / 1e6:.0f} MB")
+    held = parse_quantization(quantization)
+    native = load_native_model(model, TORCH_DTYPES[dtype], threads, quantization=held)
+    cpu = torch.device("cpu")
+    plain = load_model(model, TORCH_DTYPES[dtype], cpu, quantization=held) if reference else None
+    typer.echo(
+        f"{dtype}, quantization {held}, {threads} threads; the executor holds {native.memory_bytes / 1e6:.0f} MB"
+    )
     typer.echo(f"{'':<30}{'least ms':>9}{'median':>10}{'GB/s':>8}{'GFLOP/s':>9}  {'of the goal':<18}reference takes")
     for case in cases(context):
         best, median = measure(native, case, budget_s)

@@ -30,7 +30,7 @@ def load_served_model(settings: Settings) -> ServedModel:
     max_model_len = settings.max_model_len or config.max_position_embeddings
     return ServedModel(
         name=settings.served_model_name or folder.name,
-        fingerprint=model_fingerprint(folder),
+        fingerprint=model_fingerprint(folder, settings.quantization),
         created=int(time.time()),
         max_model_len=max_model_len,
         max_prompt_chars=max_model_len * tokenizer.longest_token_chars,

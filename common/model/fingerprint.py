@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from common.errors import StartupError
+from common.model.quantization import Quantization
 
 _WINDOW_BYTES: Final = 64 << 10
 _NUM_WINDOWS: Final = 32
@@ -20,8 +21,9 @@ _MAX_HEADER_BYTES: Final = 100 << 20  # as the safetensors format limits it
 _WHOLE_FILES: Final = ("config.json", "tokenizer.json")
 
 
-def model_fingerprint(folder: Path) -> str:
-    """32 hex digits, the same in every process and on every host. Not a signature: it finds mix-ups, not forgers.
+def model_fingerprint(folder: Path, quantization: Quantization = "none") -> str:
+    """32 hex digits, the same in every process and on every host; with "+int8" or "+int4" behind them for a model that
+    is run so, whose KV is another's. Not a signature: it finds mix-ups, not forgers.
 
     Raises StartupError if config.json, tokenizer.json or the weights are missing or unreadable.
     """
@@ -41,7 +43,7 @@ def model_fingerprint(folder: Path) -> str:
                     digest.update(window)
     except OSError as error:
         raise StartupError(f"can't read {error.filename}: {error.strerror}") from None
-    return digest.hexdigest()
+    return digest.hexdigest() if quantization == "none" else f"{digest.hexdigest()}+{quantization}"
 
 
 def _windows(file: BinaryIO, size: int) -> list[bytes]:

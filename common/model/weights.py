@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from common.kernels.quantization import quantize
 from common.model.checkpoint import (
     EMBED,
     EXPERT_ROUTER,
@@ -27,6 +28,7 @@ from common.model.checkpoint import (
     opened,
 )
 from common.model.config import ModelConfig
+from common.model.quantization import Quantization, quantization_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,11 @@ def _read(found: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, file.get_tensor(name)
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Check, then load into `dtype` on `device`. Raises StartupError like check_weights."""
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: Quantization = "none"
+) -> LlamaWeights:
+    """Check, then load into `dtype` on `device`; matrices that are quantised are rounded to what their codes stand for.
+    Raises StartupError like check_weights."""
     stored = iter_weights(folder, config)
     destinations = _Destinations(config, dtype, device)
     layers = tuple(_layer(config, destinations, f"model.layers.{i}.") for i in range(config.num_layers))
@@ -84,7 +89,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     lm_head = embed if config.tie_word_embeddings else destinations.place(LM_HEAD)
     weights = LlamaWeights(embed=embed, layers=layers, norm=destinations.place(NORM), lm_head=lm_head)
     for name, tensor in stored:
-        destinations.of[name].copy_(tensor)
+        destinations.of[name].copy_(_rounded(tensor, quantization_of(name, config, quantization)))
     return weights
 
 
@@ -141,3 +146,9 @@ def _layer(config: ModelConfig, to: _Destinations, prefix: str) -> LayerWeights:
         k_norm=to.place(*named("self_attn.k_norm")) if config.qk_norm else None,
         expert_router=to.place(*named(EXPERT_ROUTER)) if config.num_experts else None,
     )
+
+
+def _rounded(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    if quantization == "none":
+        return tensor
+    return quantize(tensor, 8 if quantization == "int8" else 4).dequantized()

@@ -83,8 +83,17 @@ def load(settings: Settings) -> LoadedModel:
     layout = KvLayout(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     num_blocks = num_blocks_for(layout, settings.kv_cache_bytes)
     max_model_len = context_limit(settings, config, num_blocks)
-    _log.info("loading weights", folder=str(folder), dtype=dtype, device=str(device))
-    model = load_model(folder, TORCH_DTYPES[dtype], device, kernels=settings.kernels, num_threads=num_threads)
+    held = settings.quantization
+    _log.info("loading weights", folder=str(folder), dtype=dtype, quantization=held, device=str(device))
+    torch.set_num_threads(1)  # quantising takes many small operations: on a busy machine threads would cost, not save
+    model = load_model(
+        folder,
+        TORCH_DTYPES[dtype],
+        device,
+        kernels=settings.kernels,
+        num_threads=num_threads,
+        quantization=held,
+    )
     # The native executor has threads of its own; torch's would only wait for them spinning, on the same cores.
     torch.set_num_threads(1 if isinstance(model, NativeModel) else num_threads)
     try:
@@ -98,7 +107,7 @@ def load(settings: Settings) -> LoadedModel:
     runner.warm_up(WARM_UP_TOKENS)
     rates = measure_rates(runner, kv_cache, config)
     _log.info("measured", **asdict(rates))
-    fmt = KvFormat(model_fingerprint(folder), LAYOUT_NAME, layout)
+    fmt = KvFormat(model_fingerprint(folder, held), LAYOUT_NAME, layout)
     host_slots = num_blocks_for(layout, settings.host_kv_bytes)
     name = settings.served_model_name or folder.name
     return LoadedModel(name, config, fmt, kv_cache, runner, max_model_len, host_slots, rates)

@@ -34,9 +34,12 @@ def calls(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("flags", "best"),
     [
-        (AVX512 | {"avx512_bf16"}, CpuIsa.AVX512_BF16),
+        (AVX512 | {"avx512_bf16", "avx512_vnni"}, CpuIsa.AVX512_BF16),
+        (AVX512 | {"avx512_vnni"}, CpuIsa.AVX512_VNNI),
+        (AVX512 | {"avx512_bf16"}, CpuIsa.AVX512),
         (AVX512, CpuIsa.AVX512),
         (AVX512 - {"avx512bw"}, CpuIsa.AVX2),
+        (AVX512 - {"avx512bw"} | {"avx_vnni"}, CpuIsa.AVX2_VNNI),
         (frozenset(("avx2", "f16c", "bmi2")), None),
         (frozenset(), None),
     ],

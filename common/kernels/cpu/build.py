@@ -38,19 +38,25 @@ class NativeUnavailableError(Exception):
 class CpuIsa(StrEnum):
     """Instruction sets that the executor is written for, best first."""
 
-    AVX512_BF16 = "avx512_bf16"
+    AVX512_BF16 = "avx512_bf16"  # with VNNI, which every CPU that has BF16 has
+    AVX512_VNNI = "avx512_vnni"
     AVX512 = "avx512"
+    AVX2_VNNI = "avx2_vnni"
     AVX2 = "avx2"
 
 
 _NEEDED: Final[dict[CpuIsa, frozenset[str]]] = {
-    CpuIsa.AVX512_BF16: frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")),
+    CpuIsa.AVX512_BF16: frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma")),
+    CpuIsa.AVX512_VNNI: frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")),
     CpuIsa.AVX512: frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")),
+    CpuIsa.AVX2_VNNI: frozenset(("avx2", "avx_vnni", "fma", "f16c", "bmi2")),
     CpuIsa.AVX2: frozenset(("avx2", "fma", "f16c", "bmi2")),
 }
 _ISA_FLAGS: Final[dict[CpuIsa, tuple[str, ...]]] = {
-    CpuIsa.AVX512_BF16: ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+    CpuIsa.AVX512_BF16: ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
+    CpuIsa.AVX512_VNNI: ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
     CpuIsa.AVX512: ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    CpuIsa.AVX2_VNNI: ("-march=x86-64-v3", "-mavxvnni"),
     CpuIsa.AVX2: ("-march=x86-64-v3",),
 }
 

@@ -15,8 +15,10 @@ import torch
 from common.engine.batch import Batch
 from common.kernels.cpu.build import NativeUnavailableError
 from common.kernels.cpu.library import check, ffi, load_library
+from common.kernels.quantization import Bits, quantize
 from common.kvcache.kv_cache import KvCache
 from common.model.config import ModelConfig
+from common.model.quantization import Quantization, quantization_of
 from common.model.rope import inverse_frequencies
 
 SPIN_US: Final = 50
@@ -37,6 +39,7 @@ _MODEL_ROLES: Final[dict[str, str]] = {
     "lm_head.weight": "BATON_LM_HEAD",
 }
 _DTYPES: Final[dict[torch.dtype, str]] = {torch.float32: "BATON_F32", torch.bfloat16: "BATON_BF16"}
+_QUANTIZATIONS: Final[dict[str, str]] = {"none": "BATON_PLAIN", "int8": "BATON_INT8", "int4": "BATON_INT4"}
 _LAYER_PREFIX: Final = "model.layers."
 _BATCH_FIELDS: Final = (
     ("token_ids", "int64_t *"),
@@ -68,12 +71,14 @@ class NativeModel:
         cpus: Sequence[int] | None = None,
         library: Any = None,
         spin_us: int = SPIN_US,
+        quantization: Quantization = "none",
     ) -> None:
         """tensors: (name as in the checkpoint, value), each once, in any order; read one at a time.
         cpus: one for each helper thread, to pin it there (the caller's thread is the caller's to pin).
         library: from load_library (default: the best for this CPU). spin_us: how long a thread that waits for another
-        spins before it sleeps. Raises NativeUnavailableError; ValueError for a
-        wrong or missing tensor; MemoryError.
+        spins before it sleeps. quantization: of the matrices, as they are loaded; in bfloat16 activations are then
+        multiplied as int8, in float32 as they are (common/kernels/quantization.py).
+        Raises NativeUnavailableError; ValueError for a wrong or missing tensor; MemoryError.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"no native executor for {dtype}")
@@ -82,6 +87,7 @@ class NativeModel:
         self._lib = load_library() if library is None else library
         self._config = config
         self._dtype = dtype
+        self._quantization = quantization
         self._handle = self._create(num_threads, cpus, spin_us)
         self._finalizer = weakref.finalize(self, self._lib.baton_model_destroy, self._handle)
         self._finalizer.atexit = False  # a step may still be running in another thread; the process frees it all
@@ -155,6 +161,7 @@ class NativeModel:
                 "num_kv_heads": config.num_kv_heads,
                 "head_dim": config.head_dim,
                 "vocab_size": config.vocab_size,
+                "quantization": getattr(lib, _QUANTIZATIONS[self._quantization]),
                 "tied_embeddings": int(config.tie_word_embeddings),
                 "num_threads": num_threads,
                 "spin_us": spin_us,
@@ -174,10 +181,27 @@ class NativeModel:
             role, layer = _LAYER_ROLES.get(rest), int(index)
         if role is None or (role == "BATON_LM_HEAD" and self._config.tie_word_embeddings):
             return
+        held = quantization_of(name, self._config, self._quantization)
+        if held != "none":
+            self._load_codes(name, getattr(self._lib, role), layer, tensor, 8 if held == "int8" else 4)
+            return
         data = tensor.to(self._dtype).contiguous()
         rows, columns = data.shape if data.dim() == 2 else (data.numel(), 1)
         code = self._lib.baton_model_load(
             self._handle, getattr(self._lib, role), layer, _pointer(data, "void *"), rows, columns
+        )
+        check(self._lib, code, name)
+
+    def _load_codes(self, name: str, role: int, layer: int, tensor: torch.Tensor, bits: Bits) -> None:
+        coded = quantize(tensor, bits)
+        code = self._lib.baton_model_load_codes(
+            self._handle,
+            role,
+            layer,
+            _pointer(coded.codes, "uint8_t *"),
+            _pointer(coded.scales, "uint16_t *"),
+            _pointer(coded.minima, "uint16_t *"),
+            *tensor.shape,
         )
         check(self._lib, code, name)
 

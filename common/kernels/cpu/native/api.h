@@ -21,6 +21,9 @@ enum {
 
 enum { BATON_F32 = 0, BATON_BF16 = 1 };
 
+/* How matrices are held (common/model/quantization.py). INT4: the output head, which may be the embedding, in INT8. */
+enum { BATON_PLAIN = 0, BATON_INT8 = 1, BATON_INT4 = 2 };
+
 /* Weights, by role. Matrices come row-major [out_features, in_features] in the model's dtype; vectors likewise. */
 enum {
   BATON_EMBED = 0,
@@ -46,6 +49,7 @@ enum {
 
 typedef struct {
   int32_t dtype, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
+  int32_t quantization;    /* BATON_PLAIN, or what load_codes brings for each matrix but an embedding of its own */
   int32_t tied_embeddings; /* 1: no LM_HEAD is loaded, the embedding serves both ends */
   int32_t num_threads;     /* the caller's thread included */
   int32_t spin_us;         /* how long a thread without work spins before it sleeps */
@@ -72,6 +76,14 @@ typedef struct baton_model baton_model;
 int32_t baton_model_create(const baton_config* config, baton_model** out);
 void baton_model_destroy(baton_model* model);
 int32_t baton_model_load(baton_model* model, int32_t role, int32_t layer, const void* data, int64_t rows, int64_t cols);
+/* codes: [rows, groups * 32] bytes, groups = ceil(cols / 32); scales, minima: bfloat16 [rows, groups]. */
+int32_t baton_model_load_codes(baton_model* model, int32_t role, int32_t layer, const uint8_t* codes,
+                               const uint16_t* scales, const uint16_t* minima, int64_t rows, int64_t cols);
+/* One product alone, to check and to time it: out [rows, features] f32 = x [rows, cols] of `dtype` times coded weights
+ * [features, cols], as a model quantised so computes it. Allocates; one thread. */
+int32_t baton_linear_codes(int32_t dtype, int32_t quantization, const void* x, int64_t rows, int64_t cols,
+                           const uint8_t* codes, const uint16_t* scales, const uint16_t* minima, int64_t features,
+                           float* out);
 int32_t baton_model_forward(baton_model* model, const baton_batch* batch);
 int64_t baton_model_weight_bytes(const baton_model* model);
 int64_t baton_model_workspace_bytes(const baton_model* model);

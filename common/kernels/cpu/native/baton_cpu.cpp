@@ -3,6 +3,7 @@
 
 #include "block_copy.h"
 #include "forward.h"
+#include "linear_codes.h"
 
 struct baton_model {
   baton::Model* impl;
@@ -28,7 +29,7 @@ int32_t baton_model_create(const baton_config* c, baton_model** out) {
   const bool sizes = c->num_layers > 0 && c->hidden_size > 0 && c->intermediate_size > 0 && c->num_heads > 0 &&
                      c->num_kv_heads > 0 && c->vocab_size > 0 && c->num_threads > 0;
   if (!sizes || c->num_threads > baton::MAX_THREADS || c->head_dim < 2 || c->head_dim % 2 != 0 ||
-      c->num_heads % c->num_kv_heads != 0)
+      c->num_heads % c->num_kv_heads != 0 || c->quantization < BATON_PLAIN || c->quantization > BATON_INT4)
     return BATON_BAD_CONFIG;
   return c->dtype == BATON_BF16 ? make<baton::BF16>(*c, out)
          : c->dtype == BATON_F32 ? make<baton::F32>(*c, out)
@@ -43,6 +44,22 @@ void baton_model_destroy(baton_model* m) {
 
 int32_t baton_model_load(baton_model* m, int32_t role, int32_t layer, const void* data, int64_t rows, int64_t cols) {
   return m->impl->load(role, layer, data, rows, cols);
+}
+
+int32_t baton_model_load_codes(baton_model* m, int32_t role, int32_t layer, const uint8_t* codes,
+                               const uint16_t* scales, const uint16_t* minima, int64_t rows, int64_t cols) {
+  return m->impl->load_codes(role, layer, codes, scales, minima, rows, cols);
+}
+
+int32_t baton_linear_codes(int32_t dtype, int32_t quantization, const void* x, int64_t rows, int64_t cols,
+                           const uint8_t* codes, const uint16_t* scales, const uint16_t* minima, int64_t features,
+                           float* out) {
+  if (quantization != BATON_INT8 && quantization != BATON_INT4) return BATON_BAD_CONFIG;
+  if (rows < 1 || cols < 1 || features < 1) return BATON_BAD_SHAPE;
+  const baton::Format f = quantization == BATON_INT8 ? baton::Format::INT8 : baton::Format::INT4;
+  const baton::CodedLinear linear{f, (int)rows, (int)cols, (int)features, codes, scales, minima};
+  if (dtype == BATON_BF16) return linear.run<baton::BF16>((const uint16_t*)x, out);
+  return dtype == BATON_F32 ? linear.run<baton::F32>((const float*)x, out) : (int32_t)BATON_BAD_CONFIG;
 }
 
 int32_t baton_model_forward(baton_model* m, const baton_batch* batch) { return m->impl->forward(*batch); }

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "attention_phase.h"
+#include "coded_gemm.h"
 #include "weights.h"
 #include "workspace.h"
 
@@ -13,6 +14,8 @@ class Model {
  public:
   virtual ~Model() = default;
   virtual int load(int role, int layer, const void* data, int64_t rows, int64_t cols) = 0;
+  virtual int load_codes(int role, int layer, const uint8_t* codes, const uint16_t* scales, const uint16_t* minima,
+                         int64_t rows, int64_t cols) = 0;
   virtual int forward(const baton_batch& batch) = 0;
   virtual int64_t weight_bytes() const = 0;
   virtual int64_t workspace_bytes() const = 0;
@@ -28,7 +31,7 @@ class ModelOf final : public Model, public Job {
   int init(const baton_config& c) {
     const int rc = w_.init(c);
     if (rc != BATON_OK) return rc;
-    ws_.init(w_.d, c.num_threads, attention_.v_cols());
+    ws_.init(w_.d, c.num_threads, attention_.v_cols(), c.quantization != BATON_PLAIN);
     switch (team_.start(c.cpus)) {
       case Team::Started::NO_THREAD:
         return BATON_NO_MEMORY;
@@ -42,6 +45,10 @@ class ModelOf final : public Model, public Job {
   int load(int role, int layer, const void* data, int64_t rows, int64_t cols) override {
     return w_.load(role, layer, data, rows, cols);
   }
+  int load_codes(int role, int layer, const uint8_t* codes, const uint16_t* scales, const uint16_t* minima,
+                 int64_t rows, int64_t cols) override {
+    return w_.load_codes(role, layer, codes, scales, minima, rows, cols);
+  }
   int64_t weight_bytes() const override { return w_.bytes(); }
   int64_t workspace_bytes() const override { return (int64_t)ws_.bytes(); }
 
@@ -52,7 +59,8 @@ class ModelOf final : public Model, public Job {
       b_ = batch;
       pool_ = PoolShape(w_.d, b_);
       attention_.begin_step(b_);
-      plan_.build(w_.d, w_.layers[0], w_.lm_head, b_, team_.size(), TILE, attention_.v_cols());
+      plan_.build(w_.d, w_.layers[0], w_.lm_head, b_, team_.size(), TILE, attention_.v_cols(),
+                  coded(w_.lm_head));
       if (!ws_.reserve(b_.num_tokens, b_.num_logits, plan_)) rc = BATON_NO_MEMORY;
     }
     if (rc == BATON_OK) {
@@ -77,33 +85,41 @@ class ModelOf final : public Model, public Job {
       case Op::INPUT_NORM:
       case Op::POST_NORM:
         norm_rows(row0, row1, p.op == Op::INPUT_NORM ? l.input_norm : l.post_norm, ws_.x, hidden);
+        code_rows(row0, row1, p.op == Op::INPUT_NORM ? l.qkv : l.gate_up, ws_.x, ws_.ldx, ws_.codes);
         break;
       case Op::QKV: {
         elem* pool = (elem*)b_.kv_pool + (size_t)p.layer * b_.num_blocks * pool_.block_stride;
-        product(plan_.qkv, chunk, l.qkv, normed(phase, t, l.input_norm, s, hidden), ws_.ldx, s,
+        product(plan_.qkv, chunk, l.qkv, phase, normed(phase, t, l.input_norm, s, hidden), ws_.ldx, s,
                 [&](int r0, int r1, int panel, const float* c) { store_qkv(r0, r1, panel, c, l.qkv, pool); });
         break;
       }
       case Op::ATTENTION:
         for (int i = plan_.task_begin(chunk); i < plan_.task_begin(chunk + 1); ++i) attention_.attend(i, p.layer, s);
         break;
+      case Op::CODE_ATTN:
+        code_rows(row0, row1, l.o, ws_.attn, ws_.ld_attn, ws_.codes);
+        break;
       case Op::O:
-        product(plan_.o, chunk, l.o, ws_.attn, ws_.ld_attn, s,
+        product(plan_.o, chunk, l.o, phase, ws_.attn, ws_.ld_attn, s,
                 [&](int r0, int r1, int panel, const float* c) { add_hidden(r0, r1, panel, c, l.o); });
         break;
       case Op::GATE_UP:
-        product(plan_.gate_up, chunk, l.gate_up, normed(phase, t, l.post_norm, s, hidden), ws_.ldx, s,
+        product(plan_.gate_up, chunk, l.gate_up, phase, normed(phase, t, l.post_norm, s, hidden), ws_.ldx, s,
                 [&](int r0, int r1, int panel, const float* c) { store_act(r0, r1, panel, c, l.gate_up); });
         break;
+      case Op::CODE_ACT:
+        code_rows(row0, row1, l.down, ws_.act, ws_.ld_act, ws_.codes);
+        break;
       case Op::DOWN:
-        product(plan_.down, chunk, l.down, ws_.act, ws_.ld_act, s,
+        product(plan_.down, chunk, l.down, phase, ws_.act, ws_.ld_act, s,
                 [&](int r0, int r1, int panel, const float* c) { add_hidden(r0, r1, panel, c, l.down); });
         break;
       case Op::FINAL_NORM:
         norm_rows(row0, at_most(row0 + ROWS_PER_CHUNK, b_.num_logits), w_.final_norm, ws_.x, wanted);
+        code_rows(row0, at_most(row0 + ROWS_PER_CHUNK, b_.num_logits), w_.lm_head, ws_.x, ws_.ldx, ws_.codes);
         break;
       case Op::LOGITS:
-        product(plan_.lm_head, chunk, w_.lm_head, normed(phase, b_.num_logits, w_.final_norm, s, wanted), ws_.ldx, s,
+        product(plan_.lm_head, chunk, w_.lm_head, phase, normed(phase, b_.num_logits, w_.final_norm, s, wanted), ws_.ldx, s,
                 [&](int r0, int r1, int panel, const float* c) { store_logits(r0, r1, panel, c); });
         break;
       case Op::GREEDY:
@@ -113,12 +129,44 @@ class ModelOf final : public Model, public Job {
   }
 
  private:
+  // a: the rows in T; where the product takes codes, they were made of `a` by the phase before, or, for few rows, are
+  // made by this thread on its first chunk.
   template <class Epilogue>
-  void product(const Grid& g, int chunk, const Linear& m, const elem* a, size_t lda, Scratch<T>& s,
+  void product(const Grid& g, int chunk, const Linear& m, int phase, const elem* a, size_t lda, Scratch<T>& s,
                const Epilogue& epilogue) {
-    const int r0 = g.row0(chunk), r1 = g.row1(chunk);
-    gemm<T>(r1 - r0, (const uint32_t*)(a + (size_t)r0 * lda), lda / T::PER_UNIT, m.w, m.k_units, g.panel0(chunk),
-            g.panel1(chunk), s.gemm, [&](int panel, const float* c) { epilogue(r0, r1, panel, c); });
+    const int r0 = g.row0(chunk), rows = g.row1(chunk) - r0, p0 = g.panel0(chunk), p1 = g.panel1(chunk);
+    const auto done = [&](int panel, const float* c) { epilogue(r0, r0 + rows, panel, c); };
+    const uint32_t* plain = (const uint32_t*)(a + (size_t)r0 * lda);
+    if (m.format == Format::PLAIN) {
+      gemm<T>(rows, plain, lda / T::PER_UNIT, m.w, m.k_units, p0, p1, s.gemm, done);
+    } else if constexpr (T::CODES_ROWS) {
+      const size_t ld = coded_row_units(m.k);
+      const uint32_t* codes = coded_rows(phase, g.rows, m, a, lda, s) + r0 * ld;
+      if (m.format == Format::INT8)
+        coded_gemm<Int8>(rows, codes, ld, m.panel(0), groups_of(m.k), p0, p1, s.gemm, done);
+      else
+        coded_gemm<Int4>(rows, codes, ld, m.panel(0), groups_of(m.k), p0, p1, s.gemm, done);
+    } else {
+      decoded_gemm(m.format, rows, plain, lda, m.panel(0), m.k, p0, p1, s.decoded, s.gemm, done);
+    }
+  }
+
+  static bool coded(const Linear& m) { return T::CODES_ROWS && m.format != Format::PLAIN; }
+
+  // Rows [r0, r1) as codes, where the matrix takes them.
+  void code_rows(int r0, int r1, const Linear& m, const elem* rows, size_t ld, uint32_t* out) {
+    if (!coded(m)) return;
+    for (int r = r0; r < r1; ++r)
+      code_row<T>(m.format, rows + (size_t)r * ld, m.k, out + (size_t)r * coded_row_units(m.k));
+  }
+
+  const uint32_t* coded_rows(int phase, int count, const Linear& m, const elem* rows, size_t ld, Scratch<T>& s) {
+    if (count > OWN_NORM_ROWS) return ws_.codes;
+    if (s.codes_made_for != phases_done_ + phase) {
+      code_rows(0, count, m, rows, ld, s.codes);
+      s.codes_made_for = phases_done_ + phase;
+    }
+    return s.codes;
   }
 
   void embed(int t) {

@@ -7,21 +7,26 @@
 //   gate/up   [gate c .. c+W) [up c .. c+W)                                silu(gate) * up
 //   q, k      [head's first half i .. i+W) [second half i .. i+W)          rotation pairs (x[i], x[i + head_dim/2])
 //
-// Heads are padded to whole panels. Padding columns are zero. Int8 or int4 weights would be a further format here and
-// a further micro kernel in gemm.h; nothing else knows what a panel's bytes mean.
+// Heads are padded to whole panels. Padding columns are zero. Quantised weights (coded.h) lie in the same columns.
 #pragma once
 #include "abi.h"
-#include "gemm.h"
+#include "coded.h"
 #include "memory.h"
 
 namespace baton {
 
 struct Linear {
-  uint32_t* w = nullptr;    // [panels][k_units][NR]
+  uint32_t* w = nullptr;    // [panels][k_units][NR], or coded panels
   float* bias = nullptr;    // [panels][NR]
-  int panels = 0, k_units = 0;
+  int panels = 0, k = 0;
+  int k_units = 0;          // of a row that it multiplies
+  Format format = Format::PLAIN;
 
-  size_t units() const { return (size_t)panels * k_units * NR; }
+  size_t units() const { return panels * panel_units(); }
+  size_t panel_units() const {
+    return format == Format::PLAIN ? (size_t)k_units * NR : groups_of(k) * group_bytes(format) / 4;
+  }
+  char* panel(int p) const { return (char*)(w + p * panel_units()); }
 };
 
 struct Layer {
@@ -92,6 +97,15 @@ void pack_matrix(const Linear& out, const ColumnMap& map, const typename T::elem
   }
 }
 
+static inline void pack_codes(const Linear& out, const ColumnMap& map, const uint8_t* codes, const uint16_t* scales,
+                              const uint16_t* minima, int rows) {
+  const int groups = groups_of(out.k);
+  for (int c = 0; c < rows; ++c, codes += (size_t)groups * GROUP, scales += groups, minima += groups) {
+    const size_t at = map(c);
+    pack_coded_column(out.format, groups, codes, scales, minima, out.panel((int)(at / NR)), (int)(at % NR));
+  }
+}
+
 template <class T>
 void pack_bias(const Linear& out, const ColumnMap& map, const typename T::elem* src, int rows) {
   for (int c = 0; c < rows; ++c) {
@@ -104,6 +118,7 @@ void pack_bias(const Linear& out, const ColumnMap& map, const typename T::elem* 
 // Row `id` of a PLAIN-packed matrix as floats: the embedding look-up of tied weights. out: [k_units * PER_UNIT].
 template <class T>
 void unpack_row(const Linear& m, int id, float* out) {
+  if (m.format != Format::PLAIN) return decode_column(m.format, m.panel(id / NR), id % NR, m.k, out, 1);
   const uint32_t* src = m.w + (size_t)(id / NR) * m.k_units * NR + id % NR;
   for (int u = 0; u < m.k_units; ++u) {
     const uint32_t x = src[(size_t)u * NR];

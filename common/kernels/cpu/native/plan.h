@@ -3,6 +3,7 @@
 // T tokens, R wanted rows; per layer:
 //   EMBED      token rows -> hidden (f32); rotation angles                       once
 //   NORM       hidden -> x                  a phase for many tokens only; else each thread normalises for itself
+//   CODE       attn, or act -> int8 codes   likewise, and beside quantised weights only; NORM codes its own rows
 //   QKV        x -> q (rotated); K (rotated) and V into their slots of the pool
 //   ATTENTION  q, pool -> attn
 //   O          attn -> hidden +=
@@ -19,7 +20,9 @@
 
 namespace baton {
 
-enum class Op : uint8_t { EMBED, INPUT_NORM, QKV, ATTENTION, O, POST_NORM, GATE_UP, DOWN, FINAL_NORM, LOGITS, GREEDY };
+enum class Op : uint8_t {
+  EMBED, INPUT_NORM, QKV, ATTENTION, CODE_ATTN, O, POST_NORM, GATE_UP, CODE_ACT, DOWN, FINAL_NORM, LOGITS, GREEDY
+};
 
 struct Phase {
   Op op;
@@ -71,7 +74,7 @@ class Plan {
   Grid qkv, o, gate_up, down, lm_head;
 
   void build(const Dims& d, const Layer& l, const Linear& head, const baton_batch& b, int threads, int tile,
-             int v_cols) {
+             int v_cols, bool coded) {
     const int t = b.num_tokens, r = b.num_logits, row_chunks = ceil_div(t, ROWS_PER_CHUNK);
     qkv = Grid(t, l.qkv, threads);
     o = Grid(t, l.o, threads);
@@ -85,9 +88,11 @@ class Plan {
       if (t > OWN_NORM_ROWS) add(Op::INPUT_NORM, i, row_chunks);
       add(Op::QKV, i, qkv.chunks());
       add(Op::ATTENTION, i, attention_chunks());
+      if (coded && t > OWN_NORM_ROWS) add(Op::CODE_ATTN, i, row_chunks);
       add(Op::O, i, o.chunks());
       if (t > OWN_NORM_ROWS) add(Op::POST_NORM, i, row_chunks);
       add(Op::GATE_UP, i, gate_up.chunks());
+      if (coded && t > OWN_NORM_ROWS) add(Op::CODE_ACT, i, row_chunks);
       add(Op::DOWN, i, down.chunks());
     }
     if (r == 0) return;

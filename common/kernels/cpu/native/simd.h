@@ -25,6 +25,7 @@ namespace baton {
 struct F32 {
   using elem = float;
   static constexpr int PER_UNIT = 1;
+  static constexpr bool CODES_ROWS = false;  // beside quantised weights: activations stay as they are
   struct B {
     vf v;
   };
@@ -40,6 +41,7 @@ struct F32 {
 struct BF16 {
   using elem = uint16_t;
   static constexpr int PER_UNIT = 2;
+  static constexpr bool CODES_ROWS = true;  // beside quantised weights: activations become int8
 #if defined(__AVX512BF16__)
   struct B {
     vi v;

@@ -28,6 +28,7 @@ class Weights {
     d = dims_of(c);
     eps = c.rms_norm_eps;
     tied = c.tied_embeddings != 0;
+    quantization_ = c.quantization;
     layers.assign(d.layers, Layer{});
     size_t bytes = 0;
     plan(nullptr, &bytes);
@@ -45,53 +46,73 @@ class Weights {
   int load(int role, int layer, const void* data, int64_t rows, int64_t cols) {
     if (layer < 0 || layer >= d.layers) return BATON_BAD_SHAPE;
     const elem* src = (const elem*)data;
+    Matrix m;
+    if (find(role, layer, &m)) {
+      if (rows != m.rows || cols != m.cols) return BATON_BAD_SHAPE;
+      if (role >= BATON_Q_BIAS) {
+        pack_bias<T>(*m.out, m.map, src, m.rows);
+        return BATON_OK;
+      }
+      if (m.out->format != Format::PLAIN) return BATON_BAD_SHAPE;
+      pack_matrix<T>(*m.out, m.map, src, m.rows, m.cols);
+    } else if (role == BATON_EMBED) {
+      if (rows != d.vocab || cols != d.hidden) return BATON_BAD_SHAPE;
+      memcpy(embed, src, sizeof(elem) * (size_t)rows * d.hidden);
+    } else {
+      float* norm = role == BATON_FINAL_NORM   ? final_norm
+                    : role == BATON_INPUT_NORM ? layers[layer].input_norm
+                    : role == BATON_POST_NORM  ? layers[layer].post_norm
+                                               : nullptr;
+      if (!norm || rows != d.hidden || cols != 1) return BATON_BAD_SHAPE;
+      for (int i = 0; i < d.hidden; i += W) vstore_n(norm + i, T::load_n(src + i, d.hidden - i), d.hidden - i);
+    }
+    mark(role, layer);
+    return BATON_OK;
+  }
+
+  int load_codes(int role, int layer, const uint8_t* codes, const uint16_t* scales, const uint16_t* minima,
+                 int64_t rows, int64_t cols) {
+    Matrix m;
+    if (layer < 0 || layer >= d.layers || role >= BATON_Q_BIAS || !find(role, layer, &m)) return BATON_BAD_SHAPE;
+    if (rows != m.rows || cols != m.cols || m.out->format == Format::PLAIN) return BATON_BAD_SHAPE;
+    pack_codes(*m.out, m.map, codes, scales, minima, m.rows);
+    mark(role, layer);
+    return BATON_OK;
+  }
+
+ private:
+  struct Matrix {
+    int role, rows, cols;
+    Linear* out;
+    ColumnMap map;
+  };
+
+  // The matrix, or bias, that a role means. False: none.
+  bool find(int role, int layer, Matrix* found) {
     const int q = d.heads * d.head_dim, kv = d.kv_heads * d.head_dim, h = d.hidden, m = d.inter;
     Layer& l = layers[layer];
     const int k0 = d.q_panels(), v0 = k0 + d.k_panels();
     const ColumnMap plain{ColumnMap::PLAIN, 0, 0}, qm{ColumnMap::ROTARY, 0, d.head_dim},
         km{ColumnMap::ROTARY, k0, d.head_dim}, vm{ColumnMap::VALUE, v0, d.head_dim}, gm{ColumnMap::GATE, 0, 0},
         um{ColumnMap::UP, 0, 0};
-    const struct {
-      int role, rows, cols;
-      Linear* out;
-      ColumnMap map;
-    } matrices[] = {{BATON_Q, q, h, &l.qkv, qm},       {BATON_K, kv, h, &l.qkv, km},   {BATON_V, kv, h, &l.qkv, vm},
-                    {BATON_O, h, q, &l.o, plain},      {BATON_GATE, m, h, &l.gate_up, gm},
-                    {BATON_UP, m, h, &l.gate_up, um},  {BATON_DOWN, h, m, &l.down, plain},
-                    {BATON_LM_HEAD, d.vocab, h, &lm_head, plain},
-                    {BATON_Q_BIAS, q, 1, &l.qkv, qm},  {BATON_K_BIAS, kv, 1, &l.qkv, km},
-                    {BATON_V_BIAS, kv, 1, &l.qkv, vm}, {BATON_O_BIAS, h, 1, &l.o, plain},
-                    {BATON_GATE_BIAS, m, 1, &l.gate_up, gm}, {BATON_UP_BIAS, m, 1, &l.gate_up, um},
-                    {BATON_DOWN_BIAS, h, 1, &l.down, plain}};
-    const bool bias = role >= BATON_Q_BIAS;
+    const Matrix matrices[] = {
+        {BATON_Q, q, h, &l.qkv, qm},       {BATON_K, kv, h, &l.qkv, km},   {BATON_V, kv, h, &l.qkv, vm},
+        {BATON_O, h, q, &l.o, plain},      {BATON_GATE, m, h, &l.gate_up, gm},
+        {BATON_UP, m, h, &l.gate_up, um},  {BATON_DOWN, h, m, &l.down, plain},
+        {BATON_LM_HEAD, d.vocab, h, &lm_head, plain},
+        {BATON_Q_BIAS, q, 1, &l.qkv, qm},  {BATON_K_BIAS, kv, 1, &l.qkv, km},
+        {BATON_V_BIAS, kv, 1, &l.qkv, vm}, {BATON_O_BIAS, h, 1, &l.o, plain},
+        {BATON_GATE_BIAS, m, 1, &l.gate_up, gm}, {BATON_UP_BIAS, m, 1, &l.gate_up, um},
+        {BATON_DOWN_BIAS, h, 1, &l.down, plain}};
     if (role == BATON_EMBED && tied) role = BATON_LM_HEAD;
-    for (const auto& x : matrices) {
-      if (x.role != role) continue;
-      if (rows != x.rows || cols != x.cols) return BATON_BAD_SHAPE;
-      if (bias) {
-        pack_bias<T>(*x.out, x.map, src, x.rows);
-      } else {
-        pack_matrix<T>(*x.out, x.map, src, x.rows, x.cols);
-        mark(role, layer);
+    for (const Matrix& x : matrices)
+      if (x.role == role) {
+        *found = x;
+        return true;
       }
-      return BATON_OK;
-    }
-    if (role == BATON_EMBED) {
-      if (rows != d.vocab || cols != h) return BATON_BAD_SHAPE;
-      memcpy(embed, src, sizeof(elem) * (size_t)rows * h);
-    } else {
-      float* norm = role == BATON_FINAL_NORM   ? final_norm
-                    : role == BATON_INPUT_NORM ? l.input_norm
-                    : role == BATON_POST_NORM  ? l.post_norm
-                                               : nullptr;
-      if (!norm || rows != h || cols != 1) return BATON_BAD_SHAPE;
-      for (int i = 0; i < h; i += W) vstore_n(norm + i, T::load_n(src + i, h - i), h - i);
-    }
-    mark(role, layer);
-    return BATON_OK;
+    return false;
   }
 
- private:
   void mark(int role, int layer) {
     const size_t at = (size_t)layer * 32 + role;
     if (!seen_[at]) --missing_;
@@ -105,9 +126,13 @@ class Weights {
       *bytes += Arena::need<E>(n);
       if (arena) p = arena->take<E>(n);
     };
-    const auto linear = [&](Linear& m, int panels, int k) {
+    const Format head = quantization_ == BATON_PLAIN ? Format::PLAIN : Format::INT8;
+    const Format matrix = quantization_ == BATON_INT4 ? Format::INT4 : head;
+    const auto linear = [&](Linear& m, int panels, int k, Format format) {
       m.panels = panels;
-      m.k_units = ceil_div(k, T::PER_UNIT);
+      m.k = k;
+      m.format = format;
+      m.k_units = format != Format::PLAIN && T::CODES_ROWS ? groups_of(k) * GROUP_UNITS : ceil_div(k, T::PER_UNIT);
       place(m.w, m.units());
       place(m.bias, (size_t)panels * NR);
     };
@@ -116,18 +141,18 @@ class Weights {
     if (!tied) place(embed, (size_t)d.vocab * d.hidden);
     for (Layer& l : layers) {
       place(l.input_norm, d.hidden);
-      linear(l.qkv, d.q_panels() + 2 * d.k_panels(), d.hidden);
-      linear(l.o, ceil_div(d.hidden, NR), d.heads * d.head_dim);
+      linear(l.qkv, d.q_panels() + 2 * d.k_panels(), d.hidden, matrix);
+      linear(l.o, ceil_div(d.hidden, NR), d.heads * d.head_dim, matrix);
       place(l.post_norm, d.hidden);
-      linear(l.gate_up, ceil_div(d.inter, W), d.hidden);
-      linear(l.down, ceil_div(d.hidden, NR), d.inter);
+      linear(l.gate_up, ceil_div(d.inter, W), d.hidden, matrix);
+      linear(l.down, ceil_div(d.hidden, NR), d.inter, matrix);
     }
     place(final_norm, d.hidden);
-    linear(lm_head, ceil_div(d.vocab, NR), d.hidden);
+    linear(lm_head, ceil_div(d.vocab, NR), d.hidden, head);
   }
 
   Arena arena_;
-  int missing_ = 0;
+  int missing_ = 0, quantization_ = BATON_PLAIN;
   std::vector<bool> seen_;
 };
 

@@ -20,6 +20,9 @@ struct Scratch {
   typename T::elem* x;         // [OWN_NORM_ROWS][ldx]: this thread's normalised rows
   int64_t x_made_for;          // the phase (counted over the model's life) that x belongs to
   float* gemm;                 // [MAX_ROWS][NR]
+  uint32_t* codes;             // [OWN_NORM_ROWS] of the longest: this thread's coded rows
+  int64_t codes_made_for;      // as x_made_for
+  float* decoded;              // [longest k][NR]
   AttentionScratch<T> attention;
 };
 
@@ -31,14 +34,18 @@ class Workspace {
   size_t ldx, ld_attn, ld_act, ld_hidden, ld_angle;
   float *hidden, *angles, *partials;  // angles: [T][cosines, sines]
   elem *x, *q, *attn, *act;
+  uint32_t* codes;  // rows of one matrix, coded
   int64_t* kv_offset;  // of each token's slot in a layer's pool: K of KV head 0
   std::vector<Scratch<T>> scratch;
   std::unique_ptr<std::atomic<int>[]> arrivals;  // tasks that ended, of each split group, over the layers of a step
 
-  void init(const Dims& d, int threads, int v_cols) {
+  // quantised: there are codes of rows, or of panels decoded, to hold.
+  void init(const Dims& d, int threads, int v_cols, bool quantised) {
     const auto elements = [](int columns) { return row_units(columns, T::PER_UNIT) * T::PER_UNIT; };
     d_ = d;
     v_cols_ = v_cols;
+    const int q = d.heads * d.head_dim, longest = d.inter > d.hidden ? d.inter : d.hidden;
+    longest_ = !quantised ? 0 : longest > q ? longest : q;
     ldx = elements(d.hidden);
     ld_attn = elements(d.heads * d.head_dim);
     ld_act = elements((int)round_up(d.inter, W));
@@ -67,7 +74,7 @@ class Workspace {
       return false;
     }
     place(&arena_, &bytes);
-    for (Scratch<T>& s : scratch) s.x_made_for = -1;
+    for (Scratch<T>& s : scratch) s.x_made_for = s.codes_made_for = -1;
     return true;
   }
 
@@ -105,10 +112,14 @@ class Workspace {
     take(act, t * ld_act);
     take(kv_offset, t);
     take(partials, partial_floats_);
+    const size_t ld_codes = longest_ > 0 && T::CODES_ROWS ? coded_row_units(longest_) : 0;
+    take(codes, x_rows * ld_codes);
     for (Scratch<T>& s : scratch) {
       AttentionScratch<T>& a = s.attention;
       take(s.x, OWN_NORM_ROWS * ldx);
       take(s.gemm, (size_t)MAX_ROWS * NR);
+      take(s.codes, OWN_NORM_ROWS * ld_codes);
+      take(s.decoded, T::CODES_ROWS ? 0 : (size_t)longest_ * NR);
       take(a.k, (size_t)TILE * round_up(dim_units, W));
       take(a.v, (size_t)TILE * v_cols_);
       take(a.scores, (size_t)MR * STRIDE);
@@ -123,7 +134,7 @@ class Workspace {
   }
 
   Dims d_;
-  int v_cols_ = 0, tokens_ = 0, rows_ = 0, num_arrivals_ = 0;
+  int v_cols_ = 0, longest_ = 0, tokens_ = 0, rows_ = 0, num_arrivals_ = 0;
   size_t partial_floats_ = 0;
   Arena arena_;
 };
