@@ -36,7 +36,11 @@ class Settings(BaseModel):
     metrics_port: int = Field(0, ge=0, le=65535, description="a worker's Prometheus port; 0 picks a free one")
     advertise_host: str = Field("", description="address that peers dial; default: host")
     redis_url: SecretStr = Field(
-        SecretStr(""), description="redis://… or unix://…; empty: `baton serve` starts its own"
+        SecretStr(""),
+        description="redis://…, unix://…, redis+cluster://… or redis+sentinel://…; empty: `baton serve` starts its own",
+    )
+    index_max_blocks: int = Field(
+        1 << 20, ge=1, description="most KV blocks that a worker enters in the prefix index; each takes Redis 64 bytes"
     )
     cluster: str = Field(
         "default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="name that separates clusters in one Redis"
@@ -93,6 +97,11 @@ class Settings(BaseModel):
     )
     max_choices: int = Field(
         16, ge=1, le=128, description="most continuations (n, best_of) of one prompt; no more than max_running"
+    )
+    local_prefill_max_tokens: int = Field(
+        512,
+        ge=0,
+        description="a decode worker may compute so many uncached prompt tokens itself where that is sooner; 0: never",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"

@@ -99,6 +99,8 @@ def redis_command(socket_path: Path) -> Sequence[str]:
         "save": "",
         "appendonly": "no",
         "daemonize": "no",
+        # A dead worker's block set may hold a million hashes: freed beside the commands, not between them.
+        "lazyfree-lazy-expire": "yes",
         "loglevel": "warning",
     }
     return [find_redis_server(), *(word for key, value in options.items() for word in (f"--{key}", value))]

@@ -2,9 +2,13 @@
 
     baton:{C}:workers                        SET of worker ids that were ever seen alive (collected by routers)
     baton:{C}:worker:<worker_id>             WorkerRecord (JSON); expires with the worker's lease
-    baton:{C}:blocks:<worker_id>:<epoch>     SET of the 16-byte hashes that the worker holds; expires with the lease
+    baton:{C}:blocks:<worker_id>:<epoch>     SET of the 16-byte hashes that the worker holds, in whichever tier
+    baton:{C}:host:<worker_id>:<epoch>       SET of those that its host tier holds; only where it has such a tier
+    baton:{C}:sequence:<worker_id>:<epoch>   number of the last batch of changes to these two
+    baton:{C}:reread:<worker_id>:<epoch>     set by a router that found the index wrong: the worker writes it anew
 
-Each key has one writer, the worker. A new epoch is a new key, so a restarted worker's old entries are dead at once.
+All but the first expire with the worker's lease. Each key but the last has one writer, the worker. A new epoch is a new
+key, so a restarted worker's old entries are dead at once.
 `{C}` is the cluster name in a hash tag: all keys of a cluster live in one Redis Cluster slot.
 """
 
@@ -38,6 +42,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     max_model_len: int
     metrics_url: str = ""
     draining: bool = False
+    has_host_tier: bool = False
     pull_secret: str = ""
 
 
@@ -51,6 +56,18 @@ def worker_key(cluster: str, worker_id: str) -> str:
 
 def blocks_key(cluster: str, worker_id: str, epoch: str) -> str:
     return f"baton:{{{cluster}}}:blocks:{worker_id}:{epoch}"
+
+
+def host_blocks_key(cluster: str, worker_id: str, epoch: str) -> str:
+    return f"baton:{{{cluster}}}:host:{worker_id}:{epoch}"
+
+
+def sequence_key(cluster: str, worker_id: str, epoch: str) -> str:
+    return f"baton:{{{cluster}}}:sequence:{worker_id}:{epoch}"
+
+
+def reread_key(cluster: str, worker_id: str, epoch: str) -> str:
+    return f"baton:{{{cluster}}}:reread:{worker_id}:{epoch}"
 
 
 def encode_record(record: WorkerRecord) -> bytes:

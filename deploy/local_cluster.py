@@ -26,6 +26,7 @@ from redis.exceptions import RedisError
 from common.config import ENV_PREFIX
 from common.embedded_redis import answers_ping, redis_command, redis_socket_path, unix_url
 from common.errors import StartupError
+from common.redis_client import RedisTimeouts, connect
 from common.registry import worker_key
 from deploy.child_log import last_event
 from deploy.cluster_plan import Part, to_toml
@@ -174,7 +175,8 @@ def is_ready(host: str, port: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def _redis_client(router: Part) -> AsyncIterator[Redis]:
-    client = Redis.from_url(str(router.settings["redis_url"]), socket_timeout=PROBE_TIMEOUT_S)
+    timeouts = RedisTimeouts(connect_s=PROBE_TIMEOUT_S, answer_s=PROBE_TIMEOUT_S)
+    client = connect(str(router.settings["redis_url"]), timeouts)
     try:
         yield client
     finally:

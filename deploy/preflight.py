@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from redis import Redis
 from redis.exceptions import RedisError
 
 from common.errors import StartupError
 from common.kernels.cpu.build import CpuIsa, has_prebuilt
+from common.redis_client import RedisTimeouts, connect, place_of
 from deploy.cluster_plan import MemoryNeed
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -49,21 +50,20 @@ def choose_grpc_port(host: str, wanted: int, http_port: int) -> int:
 
 def check_redis(url: str) -> None:
     """Raises StartupError where no Redis answers at `url`; the message holds no password."""
+    client = connect(url, RedisTimeouts(connect_s=REDIS_TIMEOUT_S, answer_s=REDIS_TIMEOUT_S, num_retries=0))
+
+    async def ping() -> None:
+        try:
+            await client.get("baton")
+        finally:
+            await client.aclose()
+
     try:
-        client = Redis.from_url(url, socket_connect_timeout=REDIS_TIMEOUT_S, socket_timeout=REDIS_TIMEOUT_S)
-    except ValueError as error:
-        message = f"redis_url is not understood: {error}; write redis://HOST:6379 or unix:///PATH"
-        raise StartupError(message) from None
-    where = client.get_connection_kwargs()
-    place = where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
-    try:
-        client.ping()
+        asyncio.run(ping())
     except (RedisError, OSError) as error:
         raise StartupError(
-            f"no Redis at {place}: {error}; start it, or leave redis_url out: `baton serve` starts its own"
+            f"no Redis at {place_of(url)}: {error}; start it, or leave redis_url out: `baton serve` starts its own"
         ) from None
-    finally:
-        client.close()
 
 
 def check_memory(need: MemoryNeed, available_bytes: int) -> None:

@@ -16,6 +16,7 @@ from deploy.options import takes_settings
 
 tenant_app = typer.Typer(rich_markup_mode=None)
 
+REDIS_ANSWER_S = 5.0
 _WHERE = ("redis_url", "cluster", "tenants_file")
 Weight = Annotated[float | None, typer.Option(help="share of the cluster beside others that wait [1]")]
 Requests = Annotated[int | None, typer.Option(help="requests a minute, over all routers; 0: no limit [0]")]
@@ -158,8 +159,7 @@ def _change(settings: Settings, name: str, change: Callable[[Any], Any]) -> None
 
 def _with_store(settings: Settings, work: Callable[[Any], Awaitable[Any]]) -> Any:
     """Raises StartupError: one line."""
-    from redis.asyncio import Redis
-
+    from common.redis_client import RedisTimeouts, connect
     from router.tenancy.store import FileTenantStore, RedisTenantStore, TenantStoreError
 
     async def run() -> Any:
@@ -168,7 +168,7 @@ def _with_store(settings: Settings, work: Callable[[Any], Awaitable[Any]]) -> An
         url = settings.redis_url.get_secret_value()
         if not url:
             raise StartupError("where are the tenants? Pass --tenants-file FILE, or the routers' --redis-url")
-        async with Redis.from_url(url) as redis:
+        async with connect(url, RedisTimeouts(answer_s=REDIS_ANSWER_S)) as redis:
             return await work(RedisTenantStore(redis, settings.cluster))
 
     try:

@@ -194,6 +194,28 @@ def report(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="a Mooncake trace, JSONL", show_default=False)],
+    prefill: Annotated[int, typer.Option(min=1, help="prefill workers")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="decode workers")] = 4,
+    cache_tokens: Annotated[int, typer.Option(min=1024, help="of each worker's KV pool", metavar="N")] = 2_048_000,
+    speed: Annotated[float, typer.Option(min=0.01, help="replay so many times faster", metavar="X")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, help="only the first N; 0: all", metavar="N")] = 0,
+    local: Annotated[int, typer.Option(min=0, help="as the setting local_prefill_max_tokens", metavar="N")] = 512,
+) -> None:
+    """Replay a trace on virtual time: Baton's routing, by the router's own code, beside three simple policies.
+
+    \b
+    Example:
+      baton bench simulate mooncake_conversation.jsonl --speed 1.5
+    """
+    from loadtest.simulate.report import SimulateOptions, compare, print_comparison
+
+    options = SimulateOptions(trace, prefill, decode, cache_tokens, speed, requests, local)
+    print_comparison(compare(options), Console(highlight=False, width=120))
+
+
+@app.command()
 def workloads() -> None:
     """List the workloads with their settings and defaults.
 

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 
 from common.config import Settings
 from common.errors import BatonError, ErrorKind, StartupError
+from common.redis_client import RedisTimeouts, connect
 from common.rpc.grpc_server import GrpcServer
 from common.tasks import end_task
 from common.telemetry import get_logger
 from common.tracing import SpanSink, TraceSampler, open_sink
 from router.admission import Admission, Capacity
 from router.cluster.fleet import Fleet
+from router.cluster.index_audit import IndexAudit
 from router.cluster.prefix_index import PrefixIndex
 from router.cluster.registry import ModelIdentity, RegistryWatcher
 from router.cluster_metrics import ClusterCollector
@@ -41,8 +41,10 @@ from router.gateway.http import build_app
 from router.gateway.state import GatewayState, ServedModel
 from router.metrics import RouterMetrics
 from router.observers import Observers
+from router.placement_feedback import PlacementFeedback
 from router.placer import Placer
 from router.policy.admission import Targets
+from router.policy.transfer_rate import TransferRate
 from router.request import RequestRun
 from router.request_trace import RequestTracer
 from router.served_model import load_served_model
@@ -55,7 +57,6 @@ from router.timeline import Timeline
 
 # For answers that were failed at the end of the grace period to reach their clients.
 LAST_WORDS_S: Final = 1.0
-REDIS_CONNECTIONS: Final = 16
 REDIS_CONNECT_S: Final = 1.0
 ENCODER_THREADS: Final = 2
 HEALTH_REFRESH_S: Final = 1.0
@@ -100,7 +101,7 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
     transfer_prefix = secrets.token_hex(6)
     async with AsyncExitStack() as stack:
         redis = _redis(settings)
-        stack.push_async_callback(redis.aclose, close_connection_pool=True)
+        stack.push_async_callback(redis.aclose)
         executor = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
         stack.callback(executor.shutdown, wait=False, cancel_futures=True)
         sink = await asyncio.to_thread(open_sink, settings, "router", f"router-{transfer_prefix}")
@@ -108,11 +109,13 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
             stack.callback(sink.close, 0.0)  # where the start fails; else it is closed by then
         metrics, timeline = RouterMetrics(), Timeline(settings.timeline_entries)
         tracer = None if sink is None else RequestTracer(sink, model.name, settings.dial_host, settings.port)
-        observers = Observers(metrics, timeline, tracer)
         fleet = Fleet(f"router-{transfer_prefix}", time.monotonic)
         stack.push_async_callback(fleet.close)
-        index = PrefixIndex(redis, time.monotonic)
-        placer = Placer(fleet, index, settings.cluster, settings.block_size, time.monotonic)
+        audit, transfers = IndexAudit(redis, settings.cluster, fleet), TransferRate()
+        stack.push_async_callback(end_task, asyncio.create_task(audit.run(), name="index audit"))
+        observers = Observers(metrics, timeline, tracer, PlacementFeedback(transfers, audit))
+        index = PrefixIndex(redis, settings.cluster, time.monotonic)
+        placer = Placer(fleet, index, settings.block_size, settings.local_prefill_max_tokens, transfers, time.monotonic)
         tenants = TenantDirectory(_tenant_store(settings, redis))
         await tenants.load()
         quotas = Quotas(redis, settings.cluster, transfer_prefix, time.monotonic)
@@ -142,7 +145,7 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         )
         identity = ModelIdentity(model.fingerprint, settings.block_size)
         watcher = RegistryWatcher(redis, settings.cluster, identity, fleet.apply_records)
-        metrics.watch(ClusterCollector(fleet, dispatcher, watcher, index, time.monotonic))
+        metrics.watch(ClusterCollector(fleet, dispatcher, watcher, index, audit, time.monotonic))
 
         http = HttpServer(build_app(state), settings.host, settings.port, settings.shutdown_grace_s + LAST_WORDS_S)
         stack.callback(http.close)
@@ -214,18 +217,8 @@ def _capacity(fleet: Fleet) -> Capacity:
 
 
 def _redis(settings: Settings) -> Redis:
-    """Lazy: nothing is dialled yet. A pool of bounded size whose users wait for each other."""
+    """Lazy: nothing is dialled yet. Raises StartupError."""
     url = settings.redis_url.get_secret_value()
     if not url:
         raise StartupError("the router needs the Redis that its workers use: pass --redis-url redis://HOST:6379")
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=REDIS_CONNECTIONS,
-            timeout=REDIS_CONNECT_S,
-            socket_connect_timeout=REDIS_CONNECT_S,
-            retry=Retry(NoBackoff(), 1),
-        )
-    except ValueError as error:
-        raise StartupError(f"redis_url is not understood: {error}; write redis://HOST:6379 or unix:///PATH") from None
-    return Redis(connection_pool=pool)
+    return connect(url, RedisTimeouts(connect_s=REDIS_CONNECT_S))

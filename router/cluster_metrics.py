@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from common.registry import Role
 from router.cluster.fleet import Fleet
+from router.cluster.index_audit import IndexAudit
 from router.cluster.prefix_index import PrefixIndex
 from router.cluster.registry import RegistryWatcher
 from router.cluster.worker_session import SessionEvent, SessionState, WorkerSession
@@ -34,12 +35,14 @@ class ClusterCollector(Collector):
         dispatcher: Dispatcher,
         watcher: RegistryWatcher,
         index: PrefixIndex,
+        audit: IndexAudit,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._watcher = watcher
         self._index = index
+        self._audit = audit
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
@@ -107,6 +110,14 @@ class ClusterCollector(Collector):
         for outcome, number in counts:
             family.add_metric([outcome], number)
         yield family
+        text = "How wrong the prefix index was about a worker, in its last placements"
+        errors = GaugeMetricFamily("baton_prefix_index_error_ratio", text, labels=["worker_id"])
+        for session in self._fleet.sessions():
+            worker_id = session.record.worker_id
+            errors.add_metric([worker_id], self._audit.error_ratio(worker_id))
+        yield errors
+        text = "Workers asked to write their index entries anew, which were wrong"
+        yield CounterMetricFamily("baton_prefix_index_rereads", text, self._audit.num_rereads)
 
 
 def _worker_state(session: WorkerSession) -> str:

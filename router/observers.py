@@ -23,12 +23,14 @@ class EndObserver(Protocol):
 class Observers:
     """The dispatcher's and the gateway's one observer. tracer: None where tracing is off."""
 
-    def __init__(self, metrics: RouterMetrics, timeline: Timeline, tracer: RequestTracer | None) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, timeline: Timeline, tracer: RequestTracer | None, *more: EndObserver
+    ) -> None:
         self._metrics = metrics
         self._log = RequestLog()
         self._tracer = tracer
         traced = () if tracer is None else (tracer,)
-        self._at_end: Sequence[EndObserver] = (metrics, timeline, self._log, *traced)
+        self._at_end: Sequence[EndObserver] = (metrics, timeline, self._log, *traced, *more)
 
     def on_retry(self, reason: ErrorKind) -> None:
         self._metrics.on_retry(reason)

@@ -1,21 +1,26 @@
-"""Placement with its inputs: the fleet's loads and the prefix index go in, a pair of sessions comes out."""
+"""Placement with its inputs: the fleet's loads and what is known of prefixes go in, a pair of sessions comes out."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from common.errors import BatonError, ErrorKind
-from common.registry import blocks_key
 from router.cluster.fleet import Fleet
-from router.cluster.prefix_index import PrefixIndex
+from router.cluster.prefix_index import CachedPrefix, PrefixIndex
 from router.cluster.worker_session import WorkerSession
-from router.policy.placement import PlacementRequest, WorkerLoad, choose, fits, room_elsewhere
+from router.policy.placement import Placement, choose, room_elsewhere
+from router.policy.placement_cost import PlacementRequest, WorkerLoad, fits
+from router.policy.recent_prefixes import RecentPrefixes
+from router.policy.transfer_rate import TransferRate
 
 # How long a request that already ran waits for a worker to come (back): a restarted one loads its model first.
 RETURN_WAIT_S: Final = 30.0
+# After its first token a prompt is in the index: a worker's publishing interval, and a round trip.
+INDEX_LAG_S: Final = 0.1
+_NOTHING: Final = CachedPrefix(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class WorkerPair:
     """prefill None: the decode worker computes the prompt.
 
     uncached_prefill_tokens: tokens that the computing side lacks. new_decode_blocks: blocks that decode must find.
-    predicted_cached_tokens: what the computing side was thought to reuse; None where the index was not asked.
+    predicted_cached_tokens: what the computing side was thought to reuse; None where the index gave no answer.
+    predicted_ttft_s: from now to the first token.
     """
 
     prefill: WorkerSession | None
@@ -31,23 +37,45 @@ class WorkerPair:
     uncached_prefill_tokens: int
     new_decode_blocks: int
     predicted_cached_tokens: int | None = None
+    predicted_ttft_s: float = 0.0
 
     @property
     def worker_ids(self) -> list[str]:
         return [s.record.worker_id for s in (self.prefill, self.decode) if s is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """worker_id → leading blocks; from_index: whether the index said so, and not only this router's memory."""
+
+    prefixes: Mapping[str, CachedPrefix]
+    from_index: bool
+
+
 class Placer:
-    """Chooses workers. Holds no request."""
+    """Chooses workers, and remembers what it chose, within bounds. Holds no request.
+
+    local_prefill_max_tokens: see PlacementRequest. transfers: what is known of the KV transfers' speed; shared with
+    whoever observes them. clock: monotonic seconds.
+    """
 
     def __init__(
-        self, fleet: Fleet, index: PrefixIndex, cluster: str, block_size: int, clock: Callable[[], float]
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        block_size: int,
+        local_prefill_max_tokens: int,
+        transfers: TransferRate,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._index = index
-        self._cluster = cluster
         self._block_size = block_size
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._transfers = transfers
         self._clock = clock
+        self._recent = RecentPrefixes()
+        self._rng = random.Random()
 
     async def place(
         self, num_tokens: int, packed_hashes: bytes, failed: Collection[str] = (), *, wait: bool = False
@@ -57,10 +85,16 @@ class Placer:
         wait: where no worker is there, wait up to RETURN_WAIT_S for one. Raises NO_WORKER; CONTEXT_LENGTH where
         there are workers, but none whose pool could hold so many tokens.
         """
-        request = PlacementRequest(num_tokens, self._block_size, failed)
-        cached = await self._cached_tokens(packed_hashes)
+        request = PlacementRequest(
+            num_tokens=num_tokens,
+            block_size=self._block_size,
+            failed=failed,
+            token_transfer_s=self._transfers.token_transfer_s,
+            local_prefill_max_tokens=self._local_prefill_max_tokens,
+        )
+        known = await self._known_prefixes(packed_hashes)
         give_up_at = self._clock() + (RETURN_WAIT_S if wait else 0.0)
-        while (pair := self._choose(request, cached)) is None:
+        while (pair := self._choose(request, packed_hashes, known)) is None:
             self._refuse_what_never_fits(request)
             left_s = give_up_at - self._clock()
             if left_s <= 0:
@@ -72,41 +106,62 @@ class Placer:
         """Whether a preempted sequence of this decode worker would find room on another."""
         return room_elsewhere(num_blocks, decode_id, [s.load() for s in self._fleet.usable("decode")])
 
-    def _choose(self, request: PlacementRequest, cached: dict[str, int]) -> WorkerPair | None:
+    def _choose(self, request: PlacementRequest, packed_hashes: bytes, known: _Known) -> WorkerPair | None:
         prefills, decodes = (
-            [s.load(cached.get(s.record.worker_id, 0)) for s in self._fleet.usable(role)]
-            for role in ("prefill", "decode")
+            [self._load(session, known) for session in self._fleet.usable(role)] for role in ("prefill", "decode")
         )
-        chosen = choose(request, prefills, decodes, random.random())
+        chosen = choose(request, prefills, decodes, self._rng)
         if chosen is None:
             return None
         decode = self._fleet.session(chosen.decode_id)
         prefill = self._fleet.session(chosen.prefill_id) if chosen.prefill_id is not None else None
         if decode is None:
             return None
-        prefill_cached = chosen.prefill_cached_tokens if prefill else chosen.decode_cached_tokens
+        holders = [_holder(session) for session in (prefill, decode) if session is not None]
+        self._recent.note(packed_hashes, holders, self._clock() + chosen.ttft_s + INDEX_LAG_S)
+        return self._pair(request, chosen, prefill, decode, from_index=known.from_index)
+
+    def _pair(
+        self,
+        request: PlacementRequest,
+        chosen: Placement,
+        prefill: WorkerSession | None,
+        decode: WorkerSession,
+        *,
+        from_index: bool,
+    ) -> WorkerPair:
+        computing_cached = chosen.prefill_cached_tokens if prefill else chosen.decode_cached_tokens
         new_decode_tokens = max(0, request.num_tokens - chosen.decode_cached_tokens)
+        # Who computes a prompt computes its last token, whatever is cached: its logits are needed.
+        reusable_tokens = (request.num_tokens - 1) // self._block_size * self._block_size
         return WorkerPair(
             prefill=prefill,
             decode=decode,
-            uncached_prefill_tokens=max(0, request.num_tokens - prefill_cached),
+            uncached_prefill_tokens=max(0, request.num_tokens - computing_cached),
             new_decode_blocks=-(-new_decode_tokens // self._block_size),
-            predicted_cached_tokens=min(prefill_cached, self._reusable_tokens(request)) if cached else None,
+            predicted_cached_tokens=min(computing_cached, reusable_tokens) if from_index else None,
+            predicted_ttft_s=chosen.ttft_s,
         )
 
-    def _reusable_tokens(self, request: PlacementRequest) -> int:
-        """Who computes a prompt computes its last token, whatever is cached: its logits are needed."""
-        return (request.num_tokens - 1) // self._block_size * self._block_size
+    def _load(self, session: WorkerSession, known: _Known) -> WorkerLoad:
+        prefix = known.prefixes.get(session.record.worker_id, _NOTHING)
+        on_device = prefix.device_blocks * self._block_size
+        return session.load(on_device, prefix.blocks * self._block_size - on_device)
 
-    async def _cached_tokens(self, packed_hashes: bytes) -> dict[str, int]:
-        """worker_id → cached prompt tokens, for all that could be chosen; empty where there is nothing to choose by."""
-        prefills, decodes = self._fleet.usable("prefill"), self._fleet.usable("decode")
-        if not packed_hashes or (len(prefills) <= 1 and len(decodes) <= 1):
-            return {}
-        records = [s.record for s in (*prefills, *decodes)]
-        keys = [blocks_key(self._cluster, r.worker_id, r.epoch) for r in records]
-        blocks = await self._index.cached_blocks(keys, packed_hashes)
-        return {r.worker_id: n * self._block_size for r, n in zip(records, blocks, strict=True)}
+    async def _known_prefixes(self, packed_hashes: bytes) -> _Known:
+        """For all that could be chosen. Where the index is away, what this router remembers must do."""
+        sessions = [*self._fleet.usable("prefill"), *self._fleet.usable("decode")]
+        if not packed_hashes or not sessions:
+            return _Known({}, from_index=False)
+        found = await self._index.lookup([s.record for s in sessions], packed_hashes)
+        remembered = self._recent.num_blocks(packed_hashes, pending_since=None if found is None else self._clock())
+        prefixes: dict[str, CachedPrefix] = {}
+        for position, session in enumerate(sessions):
+            indexed = _NOTHING if found is None else found[position]
+            own = remembered.get(_holder(session), 0)
+            longer = own > indexed.blocks
+            prefixes[session.record.worker_id] = CachedPrefix(own, own) if longer else indexed
+        return _Known(prefixes, from_index=found is not None)
 
     def _refuse_what_never_fits(self, request: PlacementRequest) -> None:
         loads: list[WorkerLoad] = [s.load() for s in self._fleet.usable("decode")]
@@ -117,3 +172,8 @@ class Placer:
                 f"the prompt has {request.num_tokens} tokens, but the workers' KV caches hold {most}: shorten it",
                 param="prompt",
             )
+
+
+def _holder(session: WorkerSession) -> str:
+    """An incarnation: what a restarted worker held is gone."""
+    return f"{session.record.worker_id}:{session.record.epoch}"

@@ -17,6 +17,7 @@ from common.rpc.worker_messages import (
     WorkerIdentity,
 )
 from common.sampling_params import SamplingParams
+from common.step_rates import StepRates
 
 
 def spec_to_proto(spec: SequenceSpec, now: float) -> worker_pb2.SequenceSpec:
@@ -150,6 +151,7 @@ def load_to_proto(load: LoadReport) -> worker_pb2.LoadReport:
         queued_prefill_tokens=load.queued_prefill_tokens,
         prefix_queries_total=load.prefix_queries_total,
         prefix_hits_total=load.prefix_hits_total,
+        step_rates=None if load.step_rates is None else _rates_to_proto(load.step_rates),
     )
 
 
@@ -163,6 +165,7 @@ def load_from_proto(load: worker_pb2.LoadReport) -> LoadReport:
         queued_prefill_tokens=load.queued_prefill_tokens,
         prefix_queries_total=load.prefix_queries_total,
         prefix_hits_total=load.prefix_hits_total,
+        step_rates=_rates_from_proto(load.step_rates) if load.HasField("step_rates") else None,
     )
 
 
@@ -186,3 +189,13 @@ def logprobs_from_proto(logprobs: Iterable[common_pb2.TokenLogprobs]) -> list[To
         )
         for each in logprobs
     ]
+
+
+def _rates_to_proto(rates: StepRates) -> worker_pb2.StepRates:
+    return worker_pb2.StepRates(
+        base_s=rates.base_s, prefill_token_s=rates.prefill_token_s, decode_token_s=rates.decode_token_s
+    )
+
+
+def _rates_from_proto(rates: worker_pb2.StepRates) -> StepRates:
+    return StepRates(rates.base_s, rates.prefill_token_s, rates.decode_token_s)

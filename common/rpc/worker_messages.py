@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.sampling_params import SamplingParams
+from common.step_rates import StepRates
 
 # Sequences of one request, the first included; more are refused.
 MAX_CHOICES = 128
@@ -104,10 +105,10 @@ class LoadReport:
     references.
 
     queued_prefill_tokens: accepted and still to be computed here. Totals count from the engine's start, in tokens for
-    the prefix cache. The rest is the worker's own and not told to routers. Of the hits, the host tier brought
-    prefix_host_hits_total. num_host_blocks: the host tier's slots, 0 where there is none; saves and loads are blocks
-    copied out of and into the pool. Of the preemptions, num_swapped_total left KV to host memory, num_offered_total
-    were offered to other workers. chunk_budget_tokens: of the next step.
+    the prefix cache. step_rates: None until learned. The rest is the worker's own and not told to routers. Of the
+    hits, the host tier brought prefix_host_hits_total. num_host_blocks: the host tier's slots, 0 where there is none;
+    saves and loads are blocks copied out of and into the pool. Of the preemptions, num_swapped_total left KV to host
+    memory, num_offered_total were offered to other workers. chunk_budget_tokens: of the next step.
     """
 
     num_running: int = 0
@@ -118,6 +119,7 @@ class LoadReport:
     queued_prefill_tokens: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    step_rates: StepRates | None = None
     prefix_host_hits_total: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0

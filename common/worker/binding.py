@@ -74,6 +74,7 @@ async def bind(settings: Settings, role: Role, loaded: LoadedModel) -> Binding:
         block_size=layout.block_size,
         num_blocks=loaded.kv_cache.num_blocks,
         max_model_len=loaded.max_model_len,
+        has_host_tier=loaded.host_slots > 0,
         pull_secret=secrets.token_bytes(PULL_SECRET_BYTES),
     )
     return Binding(settings, info, server, registry, metrics_server)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from prometheus_client.registry import Collector
@@ -23,12 +23,14 @@ from common.engine.engine_thread import EngineThread, Inbox, Scheduler
 from common.engine.messages import DrainCommand, EngineNews
 from common.engine.runner import Runner
 from common.errors import StartupError
+from common.step_rates import StepRateEstimator
 from common.telemetry import get_logger
 from common.tracing import open_sink
 from common.worker.binding import WORKER_SERVICE, Binding
 from common.worker.info import WorkerInfo
 from common.worker.leg_reports import LegReporter
 from common.worker.metrics import WorkerMetrics
+from common.worker.publisher_metrics import PublisherCollector
 from common.worker.registry_publisher import RegistryPublisher, connect
 from common.worker.session import SessionHub
 
@@ -70,9 +72,11 @@ class WorkerHost:
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
+        self._step_rates = StepRateEstimator()
         self._redis = connect(settings.redis_url.get_secret_value())
-        self._publisher = RegistryPublisher(self._redis, settings.cluster, info)
+        self._publisher = RegistryPublisher(self._redis, settings.cluster, info, settings.index_max_blocks)
         self._metrics = WorkerMetrics(binding.metrics_registry, info, parts.transfer_metrics)
+        binding.metrics_registry.register(PublisherCollector(self._publisher))
         self._hub = SessionHub(info, parts.inbox, settings.request_timeout_s)
         self._traces = open_sink(settings, info.role, info.worker_id)
         self._leg_reporter = LegReporter(info.role, info.worker_id, self._traces)
@@ -174,6 +178,9 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(self._on_news, news)
 
     def _on_news(self, news: EngineNews) -> None:
+        if news.step_s is not None and news.step_shape is not None:
+            self._step_rates.add(news.step_s, news.step_shape.num_prefill_tokens, news.step_shape.num_decode_tokens)
+        news = replace(news, load=replace(news.load, step_rates=self._step_rates.rates))
         if news.load.num_running + news.load.num_waiting == 0:
             self._idle.set()
         self._hub.on_news(news)

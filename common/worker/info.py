@@ -27,6 +27,7 @@ class WorkerInfo:
     num_blocks: int
     max_model_len: int
     pull_secret: bytes = b""
+    has_host_tier: bool = False
 
     def record(self, *, draining: bool) -> WorkerRecord:
         return WorkerRecord(
@@ -43,6 +44,7 @@ class WorkerInfo:
             metrics_url=self.metrics_url,
             draining=draining,
             pull_secret=self.pull_secret.hex(),
+            has_host_tier=self.has_host_tier,
         )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
-from typing import Final
+from typing import Final, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from common.kvcache.block_hash import HASH_BYTES
+from common.registry import WorkerRecord, blocks_key, host_blocks_key
 from common.telemetry import get_logger
 
 LOOKUP_TIMEOUT_S: Final = 0.05
@@ -21,46 +23,56 @@ PAUSE_AFTER_FAILURE_S: Final = 0.5
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Leading blocks of a prompt that a worker holds. device_blocks: those before the first that its host tier has."""
+
+    blocks: int
+    device_blocks: int
+
+
 class PrefixIndex:
-    """Reads what workers publish (common/registry.py). Never raises for Redis: without it every prefix is 0 long.
+    """Reads what workers publish (common/registry.py). Never raises for Redis. clock: monotonic seconds."""
 
-    clock: monotonic seconds.
-    """
-
-    def __init__(self, redis: Redis, clock: Callable[[], float]) -> None:
+    def __init__(self, redis: Redis, cluster: str, clock: Callable[[], float]) -> None:
         self._redis = redis
+        self._cluster = cluster
         self._clock = clock
         self._script = (files(__package__) / "prefix_index.lua").read_text()
         self._digest = sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._paused_until = float("-inf")
         self.num_answered = self.num_failed = self.num_skipped = 0
 
-    async def cached_blocks(self, block_keys: Sequence[str], packed_hashes: bytes) -> list[int]:
-        """For each key (`blocks_key` of a worker) the number of leading blocks of the chain that it holds.
+    async def lookup(self, workers: Sequence[WorkerRecord], packed_hashes: bytes) -> list[CachedPrefix] | None:
+        """What each of these incarnations holds of the chain, in their order.
 
-        packed_hashes: the chain's 16-byte hashes, joined. All zeros where Redis fails or takes longer than
-        LOOKUP_TIMEOUT_S.
+        packed_hashes: the chain's 16-byte hashes, joined. None where Redis fails or takes longer than
+        LOOKUP_TIMEOUT_S, and for a while after that.
         """
-        nothing = [0] * len(block_keys)
-        if not packed_hashes or not block_keys:
-            return nothing
+        if not packed_hashes or not workers:
+            return [CachedPrefix(0, 0)] * len(workers)
         if self._clock() < self._paused_until:
             self.num_skipped += 1
-            return nothing
+            return None
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                blocks = await self._evaluate(block_keys, packed_hashes)
+                found = await self._evaluate(workers, packed_hashes)
             self.num_answered += 1
-            return blocks
+            return found
         except (RedisError, OSError, TimeoutError) as error:
             self.num_failed += 1
             self._paused_until = self._clock() + PAUSE_AFTER_FAILURE_S
             _log.warning("prefix index unavailable, placing without it", error=str(error) or type(error).__name__)
-            return nothing
+            return None
 
-    async def _evaluate(self, block_keys: Sequence[str], packed_hashes: bytes) -> list[int]:
+    async def _evaluate(self, workers: Sequence[WorkerRecord], packed_hashes: bytes) -> list[CachedPrefix]:
+        keys = [blocks_key(self._cluster, w.worker_id, w.epoch) for w in workers]
+        keys += [host_blocks_key(self._cluster, w.worker_id, w.epoch) for w in workers if w.has_host_tier]
+        tiers = "".join("1" if w.has_host_tier else "0" for w in workers)
+        arguments: list[str | bytes | int] = [*keys, HASH_BYTES, packed_hashes, tiers]
         try:
-            lengths = await self._redis.evalsha(self._digest, len(block_keys), *block_keys, HASH_BYTES, packed_hashes)
+            answer = await self._redis.evalsha(self._digest, len(keys), *arguments)
         except NoScriptError:
-            lengths = await self._redis.eval(self._script, len(block_keys), *block_keys, HASH_BYTES, packed_hashes)
-        return [int(n) for n in lengths]
+            answer = await self._redis.eval(self._script, len(keys), *arguments)
+        lengths = iter(cast(list[int], answer))
+        return [CachedPrefix(blocks, device) for blocks, device in zip(lengths, lengths, strict=True)]

@@ -24,7 +24,7 @@ from common.telemetry import get_logger
 from router.cluster import convert
 from router.cluster.messages import LegListener
 from router.cluster.subscriptions import SubscriptionTable
-from router.policy.placement import WorkerLoad
+from router.policy.placement_cost import WorkerLoad
 
 WELCOME_TIMEOUT_S: Final = 5.0
 FIRST_BACKOFF_S: Final = 0.1
@@ -100,8 +100,8 @@ class WorkerSession:
     def num_subscriptions(self) -> int:
         return len(self._subscriptions)
 
-    def load(self, num_cached_tokens: int = 0) -> WorkerLoad:
-        """What placement may assume now: the latest report, plus what it can't know of yet."""
+    def load(self, num_cached_tokens: int = 0, num_host_cached_tokens: int = 0) -> WorkerLoad:
+        """What placement may assume now: the latest report, plus what it can't know of yet. Rates don't expire."""
         fresh = self._report is not None and self._clock() - self._reported_at < REPORT_LIFETIME_S
         report = self._report if fresh else None
         free = report.num_free_blocks if report else self.record.num_blocks
@@ -115,6 +115,8 @@ class WorkerSession:
                 report.queued_prefill_tokens if report else 0, self._subscriptions.unanswered_prefill_tokens
             ),
             num_cached_tokens=num_cached_tokens,
+            num_host_cached_tokens=num_host_cached_tokens,
+            rates=self._report.step_rates if self._report else None,
         )
 
     def subscribe(self, transfer_id: str, listener: LegListener, *, prefill_tokens: int = 0, blocks: int = 0) -> None:

@@ -1,109 +1,108 @@
 """Which prefill and which decode worker a request goes to. Pure: the caller brings the snapshot and the randomness.
 
-Both roles are scored in one unit, "tokens of prefill work until this request may start", lowest first:
-
-    prefill_cost(w) = queued(w) + uncached(w)
-    decode_cost(w)  = RUNNING_TOKENS · running(w) + TRANSFER_WEIGHT · uncached(w) + SHORTAGE_WEIGHT · shortage(w)
-
-    queued(w)    prompt tokens that w has accepted and not computed: the larger of its own report and of what this
-                 router has sent and seen no first token of (a report lags behind decisions of the last milliseconds)
-    uncached(w)  tokens of this prompt that w does not hold; for decode they travel instead of being computed
-    running(w)   sequences that w runs or lets wait, again the larger of report and own account
-    shortage(w)  tokens of this prompt for which w has no free block at the moment
-
-So the longest cached prefix wins, unless that worker is busier than another by more tokens than the prefix saves.
-Equal costs are spread evenly by `draw`.
+The pair of the least cost wins (router/policy/placement_cost.py; docs/PLACEMENT.md), or the decode worker alone where
+it would compute the little that is missing itself sooner and without harm to its streams. Equal costs are spread
+evenly. Session affinity is nobody's rule: where the prefix lies, less is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from math import inf
 from typing import Final
 
-# One more sequence in the decode batch delays every step of a stream about as much as this many prefill tokens.
-RUNNING_TOKENS: Final = 32.0
-# Moving a token's KV costs a small part of computing it.
-TRANSFER_WEIGHT: Final = 0.125
-# Waiting for somebody else's blocks takes longer than computing one's own tokens.
-SHORTAGE_WEIGHT: Final = 4.0
+from common.step_rates import StepRates
+from router.policy.placement_cost import (
+    DEFAULT_RATES,
+    DecodeCost,
+    PlacementRequest,
+    PrefillCost,
+    WorkerLoad,
+    decode_cost,
+    fits,
+    prefill_cost,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What the router knows of one worker at one moment.
-
-    usable: connected and not draining. num_running: running and waiting sequences. num_free_blocks: free to take,
-    cached-but-unreferenced ones included. num_cached_tokens: of this request's prompt, found in the prefix index.
-    """
-
-    worker_id: str
-    usable: bool
-    num_blocks: int
-    num_free_blocks: int
-    num_running: int
-    queued_prefill_tokens: int
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """num_tokens: prompt and already emitted tokens. failed: ids of workers on which this request failed before."""
-
-    num_tokens: int
-    block_size: int
-    failed: Collection[str] = ()
+# Of a large fleet, so many workers a role are compared: those with the longest prefixes, the rest at random. Routers
+# that see the same figures then don't all choose the same worker, and a placement costs the same at any size.
+MAX_PREFIX_HOLDERS: Final = 4
+MAX_SAMPLED: Final = 4
+# Costs that differ by less are equal: the model is not that good.
+TIE_S: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """prefill_id None: the decode worker computes the prompt itself. The cached counts are those that were scored."""
+    """prefill_id None: the decode worker computes the prompt itself. The cached counts are those that were scored.
+
+    ttft_s: predicted seconds from the command to the first token.
+    """
 
     prefill_id: str | None
     decode_id: str
     prefill_cached_tokens: int
     decode_cached_tokens: int
+    ttft_s: float
 
 
-_Cost = Callable[[PlacementRequest, WorkerLoad], float]
+@dataclass(frozen=True, slots=True)
+class _Option:
+    cost_s: float
+    ttft_s: float
+    prefill: WorkerLoad | None
+    decode: WorkerLoad
 
 
 def choose(
-    request: PlacementRequest, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], draw: float
+    request: PlacementRequest, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], rng: random.Random
 ) -> Placement | None:
-    """The cheapest pair, or None where no usable decode worker could hold the prompt. draw: uniform in [0, 1).
+    """The cheapest option, or None where no usable decode worker could hold the prompt.
 
     Workers on which the request failed are taken only where no other is left. Without any usable prefill worker the
     decode worker prefills.
     """
-    decode = _cheapest(request, decodes, decode_cost, draw)
-    if decode is None:
+    few_decodes, few_prefills = (_shortlist(_candidates(request, w), rng) for w in (decodes, prefills))
+    if not few_decodes:
         return None
-    # Another draw from the same number, lest ties always pair the same two workers.
-    prefill = _cheapest(request, prefills, prefill_cost, draw * 997.0 % 1.0)
+    prefill_rates, decode_rates = _known_rates(few_prefills, few_decodes), _known_rates(few_decodes, few_prefills)
+    priced_prefills = [(w, prefill_cost(request, w, w.rates or prefill_rates)) for w in few_prefills]
+    best: list[_Option] = []
+    least = inf
+    for decode in few_decodes:
+        cost = decode_cost(request, decode, decode.rates or decode_rates, only=not few_prefills)
+        for option in _options(decode, cost, priced_prefills):
+            if option.cost_s < least - TIE_S:
+                best, least = [option], option.cost_s
+            elif option.cost_s <= least + TIE_S:
+                best.append(option)
+    return _placement(rng.choice(best))
+
+
+def _options(decode: WorkerLoad, cost: DecodeCost, prefills: Sequence[tuple[WorkerLoad, PrefillCost]]) -> list[_Option]:
+    """Every way to use this decode worker."""
+    options = []
+    if cost.local is not None:
+        ttft_s = cost.ttft_s + cost.local.work_s
+        options.append(_Option(ttft_s + cost.local.harm_s + cost.local.capacity_s + cost.other_s, ttft_s, None, decode))
+    for prefill, work in prefills:
+        ttft_s = cost.ttft_s + work.work_s
+        handoff_s = max(0.0, cost.transfer_s - work.computing_s)
+        options.append(_Option(ttft_s + handoff_s + work.capacity_s + cost.other_s, ttft_s, prefill, decode))
+    return options
+
+
+def _placement(option: _Option) -> Placement:
+    prefill, decode = option.prefill, option.decode
     return Placement(
         prefill_id=prefill.worker_id if prefill else None,
         decode_id=decode.worker_id,
-        prefill_cached_tokens=prefill.num_cached_tokens if prefill else 0,
-        decode_cached_tokens=decode.num_cached_tokens,
+        prefill_cached_tokens=prefill.num_cached_tokens + prefill.num_host_cached_tokens if prefill else 0,
+        decode_cached_tokens=decode.num_cached_tokens + decode.num_host_cached_tokens,
+        ttft_s=option.ttft_s,
     )
-
-
-def prefill_cost(request: PlacementRequest, worker: WorkerLoad) -> float:
-    """Tokens to compute before this request's first token is there."""
-    return worker.queued_prefill_tokens + _uncached(request, worker)
-
-
-def decode_cost(request: PlacementRequest, worker: WorkerLoad) -> float:
-    """The same unit; see the head of this file."""
-    uncached = _uncached(request, worker)
-    shortage = max(0, uncached - worker.num_free_blocks * request.block_size)
-    return RUNNING_TOKENS * worker.num_running + TRANSFER_WEIGHT * uncached + SHORTAGE_WEIGHT * shortage
-
-
-def fits(request: PlacementRequest, worker: WorkerLoad) -> bool:
-    """Whether the worker's whole pool could hold the prompt and one more token."""
-    return request.num_tokens < worker.num_blocks * request.block_size
 
 
 def room_elsewhere(num_blocks: int, decode_id: str, decodes: Sequence[WorkerLoad]) -> bool:
@@ -112,17 +111,25 @@ def room_elsewhere(num_blocks: int, decode_id: str, decodes: Sequence[WorkerLoad
     return any(w.usable and w.worker_id != decode_id and w.num_free_blocks >= 2 * num_blocks for w in decodes)
 
 
-def _uncached(request: PlacementRequest, worker: WorkerLoad) -> int:
-    return max(0, request.num_tokens - worker.num_cached_tokens)
-
-
-def _cheapest(request: PlacementRequest, workers: Sequence[WorkerLoad], cost: _Cost, draw: float) -> WorkerLoad | None:
+def _candidates(request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[WorkerLoad]:
     able = [w for w in workers if w.usable and fits(request, w)]
-    candidates = [w for w in able if w.worker_id not in request.failed] or able
-    if not candidates:
-        return None
-    costs = [cost(request, w) for w in candidates]
-    least = min(costs)
-    # Sorted by id: the same draw gives the same worker, whatever order the snapshot came in.
-    ties = sorted((w for w, c in zip(candidates, costs, strict=True) if c == least), key=lambda w: w.worker_id)
-    return ties[min(int(draw * len(ties)), len(ties) - 1)]
+    good = [w for w in able if w.worker_id not in request.failed] or able
+    # Sorted by id: the same randomness gives the same worker, whatever order the snapshot came in.
+    return sorted(good, key=lambda w: w.worker_id)
+
+
+def _shortlist(workers: list[WorkerLoad], rng: random.Random) -> list[WorkerLoad]:
+    if len(workers) <= MAX_PREFIX_HOLDERS + MAX_SAMPLED:
+        return workers
+    holders = nlargest(
+        MAX_PREFIX_HOLDERS,
+        [w for w in workers if w.num_cached_tokens + w.num_host_cached_tokens],
+        key=lambda w: (w.num_cached_tokens + w.num_host_cached_tokens, -w.queued_prefill_tokens, -w.num_running),
+    )
+    held = {w.worker_id for w in holders}
+    return holders + rng.sample([w for w in workers if w.worker_id not in held], MAX_SAMPLED)
+
+
+def _known_rates(of_role: Sequence[WorkerLoad], others: Sequence[WorkerLoad]) -> StepRates:
+    """What stands for the rates of a worker that has reported none: another's, of the same role if possible."""
+    return next((w.rates for w in (*of_role, *others) if w.rates is not None), DEFAULT_RATES)

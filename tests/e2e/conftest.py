@@ -80,7 +80,7 @@ def start_cluster(tmp: Path, model_folder: Path, *extra: str, env: dict[str, str
     command = [
         sys.executable, "-m", "deploy.cli", "serve", "--port", str(port), "--grpc-port", str(grpc_port),
         "--model", str(model_folder), "--no-demo", "--set", f"redis_url={server.url}", "--set", f"cluster={CLUSTER}",
-        "--set", "check_when_idle=true",
+        "--set", "check_when_idle=true", "--set", "local_prefill_max_tokens=0",
         *extra,
     ]  # fmt: skip
     try:

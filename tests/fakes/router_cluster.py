@@ -107,6 +107,7 @@ async def mock_cluster(
                 stack.push_async_callback(worker.kill)
         base = {"model": str(folder), "port": 0, "redis_url": server.url, "cluster": CLUSTER, "shutdown_grace_s": 0.0}
         base["auth"] = "anonymous"
+        base["local_prefill_max_tokens"] = 0  # prompts of tests are short: they would all stay with decode
         running = serve(Settings(**{**base, **(settings or {})}))
         stack.push_async_callback(cluster.router_stack.aclose)
         cluster.router = await cluster.router_stack.enter_async_context(running)

@@ -60,6 +60,7 @@ async def logged(child, event: str) -> dict:
 async def router_process(cluster: MockCluster, **settings):
     values = {"model": str(cluster.folder), "port": 0, "redis_url": cluster.redis_server.url, "cluster": CLUSTER}
     values["auth"] = "anonymous"
+    values["local_prefill_max_tokens"] = 0
     async with process("-c", ROUTER, json.dumps({**values, **settings})) as child:
         url = (await logged(child, "router is listening"))["http"]
         await logged(child, "router is ready")

@@ -54,6 +54,7 @@ async def scrape_all(folder: Path) -> Pages:
             landing_slots=2,
             landing_slot_bytes=64 << 10,
             shutdown_grace_s=0.1,
+            local_prefill_max_tokens=0,
             port=0,
             auth="anonymous",
         )

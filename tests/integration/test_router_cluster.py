@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -13,10 +14,11 @@ from common.config import Settings
 from common.embedded_redis import EmbeddedRedis
 from common.errors import StartupError
 from common.kvcache.block_hash import chain_hashes
-from common.registry import blocks_key
+from common.registry import blocks_key, host_blocks_key
 from router.app import serve
-from router.cluster.prefix_index import PrefixIndex
+from router.cluster.prefix_index import CachedPrefix, PrefixIndex
 from tests.fakes.router_cluster import CLUSTER, mock_cluster, streamed
+from tests.fakes.router_parts import make_record
 from tests.fakes.tiny_folder import make_tiny_folder
 
 
@@ -109,7 +111,8 @@ async def test_workers_of_another_model_are_left_alone(folder):
 async def test_the_longest_cached_prefix_draws_the_request_unless_its_worker_is_busier(folder):
     async with mock_cluster(folder, prefill=3, decode=1) as cluster:
         prompt = [5 + i % 200 for i in range(160)]
-        whole = await cluster.complete(prompt=prompt, max_tokens=1)
+        # Another prompt: what this router sent somewhere itself counts as cached there, too.
+        whole = await cluster.complete(prompt=prompt[::-1], max_tokens=1)
         assert whole["usage"]["prompt_tokens"] == 160
         # The mock workers publish no blocks: the test does it for them, as hashes of the same seed.
         first = next(worker for worker in cluster.prefills if worker.seen)
@@ -122,33 +125,40 @@ async def test_the_longest_cached_prefix_draws_the_request_unless_its_worker_is_
         for _ in range(3):
             await cluster.complete(prompt=prompt, max_tokens=1)
         assert [len(worker.seen) for worker in cluster.prefills] == [0, 0, 3]
-        # 32 tokens a request wait there then; from the fourth on the second longest prefix is quicker (96 uncached).
+        # 32 tokens a request wait there then, until that is longer than 64 more elsewhere, and their price.
         cluster.prefills[2].first_tokens.close()
-        tasks = [asyncio.create_task(cluster.complete(prompt=prompt, max_tokens=1)) for _ in range(5)]
-        await cluster.until(lambda: sum(len(w.seen) for w in cluster.prefills) == 8, "all five to be placed")
+        tasks = [asyncio.create_task(cluster.complete(prompt=prompt, max_tokens=1)) for _ in range(16)]
+        await cluster.until(lambda: sum(len(w.seen) for w in cluster.prefills) == 19, "all to be placed")
         assert len(cluster.prefills[1].seen) >= 1
-        assert len(cluster.prefills[2].seen) < 8
+        assert 6 < len(cluster.prefills[2].seen) < 19
         cluster.prefills[2].first_tokens.open()
         await asyncio.gather(*tasks)
 
 
-async def test_one_round_trip_finds_every_workers_prefix():
+async def test_one_round_trip_finds_every_workers_prefix_and_its_tier():
     with EmbeddedRedis() as server:
         redis = Redis.from_url(server.url)
-        index = PrefixIndex(redis, time.monotonic)
+        index = PrefixIndex(redis, CLUSTER, time.monotonic)
         hashes = chain_hashes(b"s" * 16, list(range(16 * 200)), 16)
         lengths = [0, 1, 2, 3, 63, 64, 65, 127, 199, 200]
-        keys = [f"baton:{{c}}:blocks:w{n}:e" for n in lengths]
-        for key, length in zip(keys, lengths, strict=True):
-            await redis.sadd(key, b"other" * 3 + b"x", *hashes[:length])
+        workers = [msgspec.structs.replace(make_record(f"w{n}", "prefill"), has_host_tier=n % 2 == 1) for n in lengths]
+        on_device = {n: n // 3 if n % 2 else n for n in lengths}
+        for worker, length in zip(workers, lengths, strict=True):
+            await redis.sadd(blocks_key(CLUSTER, worker.worker_id, worker.epoch), b"x" * 16, *hashes[:length])
+            host = hashes[on_device[length] : length] or [b"y" * 16]
+            await redis.sadd(host_blocks_key(CLUSTER, worker.worker_id, worker.epoch), *host)
         for known in (200, 1, 2, 3, 64, 100):
-            found = await index.cached_blocks(keys, b"".join(hashes[:known]))
-            assert found == [min(length, known) for length in lengths], known
+            found = await index.lookup(workers, b"".join(hashes[:known]))
+            assert found == [CachedPrefix(min(n, known), min(on_device[n], known)) for n in lengths], known
         before = (await redis.info("commandstats"))["cmdstat_evalsha"]["calls"]
-        await index.cached_blocks(keys, b"".join(hashes))
+        await index.lookup(workers, b"".join(hashes))
         assert (await redis.info("commandstats"))["cmdstat_evalsha"]["calls"] == before + 1
         await redis.script_flush()
-        assert await index.cached_blocks(keys, b"".join(hashes)) == lengths, "a restarted Redis knows no script"
+        found = await index.lookup(workers, b"".join(hashes))
+        assert [prefix.blocks for prefix in found] == lengths, "a restarted Redis knows no script"
+        restarted = [msgspec.structs.replace(worker, epoch="e2") for worker in workers]
+        found = await index.lookup(restarted, b"".join(hashes))
+        assert {prefix.blocks for prefix in found} == {0}, "what an earlier incarnation held is dead at once"
         await redis.aclose()
 
 

@@ -15,12 +15,14 @@ from baton.worker.v1 import worker_pb2
 from common.errors import ErrorKind
 from common.kvcache.block_hash import HASH_BYTES
 from router.cluster.fleet import Fleet
-from router.cluster.prefix_index import PAUSE_AFTER_FAILURE_S, PrefixIndex
+from router.cluster.index_audit import IndexAudit
+from router.cluster.prefix_index import PAUSE_AFTER_FAILURE_S, CachedPrefix, PrefixIndex
 from router.cluster.registry import ModelIdentity, RegistryWatcher
 from router.cluster.worker_session import SessionState
 from router.cluster_metrics import ClusterCollector
 from router.metrics import RouterMetrics
 from router.placer import Placer
+from router.policy.transfer_rate import TransferRate
 from router.request import RETRYABLE
 from tests.fakes.router_parts import Bench, PlayedWorker, make_admission, make_record, make_spec, settle, until
 
@@ -84,10 +86,10 @@ async def test_the_placer_predicts_no_more_than_a_worker_can_reuse():
     for worker in workers:
         fleet._members[worker.session.record.worker_id] = SimpleNamespace(session=worker.session)
 
-    async def cached_blocks(keys, packed):
-        return [2, 2, 0]
+    async def lookup(workers, packed):
+        return [CachedPrefix(2, 2), CachedPrefix(2, 2), CachedPrefix(0, 0)]
 
-    placer = Placer(fleet, SimpleNamespace(cached_blocks=cached_blocks), "c", 16, time.monotonic)
+    placer = Placer(fleet, SimpleNamespace(lookup=lookup), 16, 0, TransferRate(), time.monotonic)
     predicted = [(await placer.place(n, b"h" * HASH_BYTES * 2)).predicted_cached_tokens for n in (32, 33)]
     assert predicted == [16, 32], "a prompt's last token is always computed"
     assert (await placer.place(5, b"")).predicted_cached_tokens is None, "shorter than a block: nothing was asked"
@@ -132,16 +134,17 @@ class Cluster:
         clock = lambda: self.now  # noqa: E731
         self.fleet = Fleet("r", time.monotonic)
         self.watcher = RegistryWatcher(self, "c", ModelIdentity("f", 16), lambda _: None, clock)
-        self.index = PrefixIndex(self, clock)
         dispatcher = SimpleNamespace(num_running=2, num_waiting=3, admission=make_admission(8))
+        self.index = PrefixIndex(self, "c", clock)
         self.registry = CollectorRegistry()
-        self.registry.register(ClusterCollector(self.fleet, dispatcher, self.watcher, self.index, clock))
+        audit = IndexAudit(self, "c", self.fleet)
+        self.registry.register(ClusterCollector(self.fleet, dispatcher, self.watcher, self.index, audit, clock))
 
     async def smembers(self, key):
         return self._answer(set())
 
     async def evalsha(self, *_):
-        return self._answer([1])
+        return self._answer([1, 1])
 
     def _answer(self, value):
         if self.down:
@@ -169,13 +172,13 @@ async def test_the_registrys_age_grows_until_a_poll_succeeds():
 
 async def test_lookups_are_counted_by_what_came_of_them():
     cluster = Cluster()
-    await cluster.index.cached_blocks(["a"], b"h" * 16)
-    await cluster.index.cached_blocks(["a"], b"")  # nothing to look up
+    await cluster.index.lookup([make_record("a", "decode")], b"h" * 16)
+    await cluster.index.lookup([make_record("a", "decode")], b"")  # nothing to look up
     cluster.down = True
     for _ in range(3):
-        await cluster.index.cached_blocks(["a"], b"h" * 16)
+        await cluster.index.lookup([make_record("a", "decode")], b"h" * 16)
     cluster.now += PAUSE_AFTER_FAILURE_S
-    await cluster.index.cached_blocks(["a"], b"h" * 16)
+    await cluster.index.lookup([make_record("a", "decode")], b"h" * 16)
     outcomes = {
         o: cluster.value("baton_prefix_index_lookups_total", outcome=o) for o in ("answered", "failed", "skipped")
     }

@@ -16,7 +16,7 @@ from common.errors import BatonError, ErrorKind
 from common.registry import encode_record, worker_key, workers_key
 from router.cluster import fleet as fleet_module
 from router.cluster.fleet import Fleet
-from router.cluster.prefix_index import PAUSE_AFTER_FAILURE_S, PrefixIndex
+from router.cluster.prefix_index import PAUSE_AFTER_FAILURE_S, CachedPrefix, PrefixIndex
 from router.cluster.registry import ModelIdentity, RegistryWatcher
 from router.cluster.subscriptions import SubscriptionTable
 from router.cluster.worker_session import REPORT_LIFETIME_S, SessionState, WorkerSession
@@ -298,7 +298,7 @@ def test_one_requests_bug_does_not_end_the_session_of_others():
     assert worker.is_idle
 
 
-async def test_the_index_answers_zero_while_redis_is_away_and_asks_again_later():
+async def test_the_index_gives_no_answer_while_redis_is_away_and_asks_again_later():
     class Counting:
         calls = 0
 
@@ -307,15 +307,16 @@ async def test_the_index_answers_zero_while_redis_is_away_and_asks_again_later()
             raise RedisConnectionError("down")
 
     now, redis = [0.0], Counting()
-    index = PrefixIndex(redis, lambda: now[0])
-    assert await index.cached_blocks(["a", "b"], b"h" * 16) == [0, 0]
-    assert await index.cached_blocks(["a", "b"], b"h" * 16) == [0, 0]
+    index = PrefixIndex(redis, "c", lambda: now[0])
+    workers = [make_record("p0", "prefill"), make_record("d0", "decode")]
+    assert await index.lookup(workers, b"h" * 16) is None
+    assert await index.lookup(workers, b"h" * 16) is None
     assert redis.calls == 1, "one request waits for a dead Redis, not each"
     now[0] = PAUSE_AFTER_FAILURE_S
-    await index.cached_blocks(["a"], b"h" * 16)
+    await index.lookup(workers, b"h" * 16)
     assert redis.calls == 2
-    assert await index.cached_blocks(["a"], b"") == [0]
-    assert await index.cached_blocks([], b"h" * 16) == []
+    assert await index.lookup(workers, b"") == [CachedPrefix(0, 0)] * 2
+    assert await index.lookup([], b"h" * 16) == []
 
 
 async def test_the_index_never_holds_a_request_up_for_long(monkeypatch):
@@ -324,4 +325,5 @@ async def test_the_index_never_holds_a_request_up_for_long(monkeypatch):
             await asyncio.Event().wait()
 
     monkeypatch.setattr("router.cluster.prefix_index.LOOKUP_TIMEOUT_S", 0.0)
-    assert await PrefixIndex(Silent(), time.monotonic).cached_blocks(["a"], b"h" * 16) == [0]
+    index = PrefixIndex(Silent(), "c", time.monotonic)
+    assert await index.lookup([make_record("d0", "decode")], b"h" * 16) is None

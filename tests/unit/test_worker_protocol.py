@@ -14,6 +14,7 @@ from common.errors import BatonError, ErrorKind
 from common.rpc.worker_convert import load_from_proto, load_to_proto, target_from_proto
 from common.rpc.worker_messages import LoadReport, SequenceSpec, Timings, TransferTarget, WorkerIdentity
 from common.sampling_params import FinishReason, SamplingParams
+from common.step_rates import StepRates
 from common.worker import convert as worker_convert
 from router.cluster import convert as router_convert
 
@@ -38,7 +39,9 @@ TARGET = st.builds(TransferTarget, NAME, st.builds(WorkerIdentity, NAME, NAME), 
 
 def figures(kind: type) -> st.SearchStrategy:
     """A dataclass of numbers, whichever it has."""
-    values = {"int": U32, "float": st.floats(0, 1e6)}
+    seconds = st.floats(0, 1e6)
+    rates = st.none() | st.builds(StepRates, seconds, seconds, seconds)
+    values = {"int": U32, "float": seconds, "StepRates | None": rates}
     return st.builds(kind, **{field.name: values[str(field.type)] for field in fields(kind)})
 
 

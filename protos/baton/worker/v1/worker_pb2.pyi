@@ -669,6 +669,7 @@ class LoadReport(_message.Message):
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_QUERIES_TOTAL_FIELD_NUMBER: _builtins.int
     PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
+    STEP_RATES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_free_blocks: _builtins.int
@@ -680,6 +681,10 @@ class LoadReport(_message.Message):
     """Prompt tokens accepted and not yet computed."""
     prefix_queries_total: _builtins.int
     prefix_hits_total: _builtins.int
+    @_builtins.property
+    def step_rates(self) -> Global___StepRates:
+        """Unset until the worker has learned them."""
+
     def __init__(
         self,
         *,
@@ -691,14 +696,44 @@ class LoadReport(_message.Message):
         queued_prefill_tokens: _builtins.int = ...,
         prefix_queries_total: _builtins.int = ...,
         prefix_hits_total: _builtins.int = ...,
+        step_rates: Global___StepRates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_rates", b"step_rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "queued_prefill_tokens", b"queued_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "queued_prefill_tokens", b"queued_prefill_tokens", "step_rates", b"step_rates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class StepRates(_message.Message):
+    """Seconds of an engine step, as fitted to the steps that ran:
+    base_s + prefill_token_s * prompt tokens + decode_token_s * decoding sequences.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    DECODE_TOKEN_S_FIELD_NUMBER: _builtins.int
+    base_s: _builtins.float
+    prefill_token_s: _builtins.float
+    decode_token_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        base_s: _builtins.float = ...,
+        prefill_token_s: _builtins.float = ...,
+        decode_token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "decode_token_s", b"decode_token_s", "prefill_token_s", b"prefill_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRates: _TypeAlias = StepRates  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
