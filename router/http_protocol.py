@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.gateway.connection import SCOPE_KEY, Connection
+
 HEAD_TIMEOUT_S: Final = 15.0
 # The first read of a head is not counted, so some more may pass.
 MAX_HEAD_BYTES: Final = 1 << 17
@@ -74,6 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.loop.call_soon(self._linger)  # after uvicorn has closed what it wants to close
 
         self._running = cycle
+        cycle.scope[SCOPE_KEY] = Connection(cycle)
         super()._start_asgi_task(cycle, then_let_go)
 
     def _linger(self) -> None:

@@ -121,6 +121,10 @@ class RequestRun:
         prompt_logprobs = self._logprobs.take_prompt() if tokens else ()
         return Delta(tokens[first:], self._end, self._logprobs.take(first, len(tokens)), prompt_logprobs)
 
+    @property
+    def ended(self) -> bool:
+        return self._end is not None
+
     def stop(self, num_tokens: int) -> Usage:
         """The text ended with output token number `num_tokens` (a stop string): workers are told to drop the rest."""
         usage = self._facts.usage(num_tokens)

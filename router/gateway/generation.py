@@ -94,6 +94,11 @@ class Generation:
         logprobs = news.logprobs[: len(token_ids)]
         return TextDelta(first_index, token_ids, text + piece, end, logprobs, news.prompt_logprobs)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the next `take` brings the end."""
+        return self._run.ended
+
     def mark_written(self) -> None:
         """The last delta was handed to the connection just now."""
         num_new = self._num_tokens - self._num_written

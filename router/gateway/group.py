@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import reduce
 
@@ -23,6 +23,7 @@ class GenerationGroup:
         self._mailbox: Mailbox[Generation] = Mailbox()
         self._open: set[Generation] = set()
         self._usages: list[Usage] = []
+        self._put_back: dict[Generation, TextDelta] = {}
         try:
             for index, spec in enumerate(specs):
                 first, post = index * spec.num_choices, self._mailbox.post
@@ -54,15 +55,24 @@ class GenerationGroup:
             generation = await self._mailbox.get()
             if generation not in self._open:
                 continue
-            delta = generation.take()
+            delta = self._put_back.pop(generation, None) or generation.take()
             if delta.end is not None:
                 self._open.discard(generation)
                 if isinstance(delta.end, Finished):
                     self._usages.append(delta.end.usage)
             return generation, delta
 
+    def set_express(self, handle: Callable[[Generation], bool] | None) -> None:
+        """See Mailbox."""
+        self._mailbox.set_express(handle)
+
+    def put_back(self, generation: Generation, delta: TextDelta) -> None:
+        """What was taken by somebody else, its end among it, is the next that `next` returns for it."""
+        self._put_back[generation] = delta
+
     def close(self) -> None:
         """Abort whatever still runs."""
+        self._mailbox.set_express(None)
         for generation in self._open:
             generation.close()
         self._open.clear()

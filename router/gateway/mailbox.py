@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,8 +26,37 @@ class Mailbox(Generic[T]):
         self._listed: set[T] = set()
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self._express: Callable[[T], bool] | None = None
+        self._on_the_way: set[T] = set()
+
+    def set_express(self, handle: Callable[[T], bool] | None) -> None:
+        """From now on each posted item is first shown to `handle`, in the loop's next round, without waking the
+        consumer; it is listed only where `handle` returns False. None: no more.
+        """
+        self._express = handle
 
     def post(self, item: T) -> None:
+        if self._express is None or not self._idle:
+            self._list(item)
+        elif item not in self._on_the_way:
+            self._on_the_way.add(item)
+            asyncio.get_running_loop().call_soon(self._try_express, item)
+
+    def _try_express(self, item: T) -> None:
+        self._on_the_way.discard(item)
+        done = False
+        try:
+            done = self._express is not None and self._idle and self._express(item)
+        finally:
+            if not done:
+                self._list(item)
+
+    @property
+    def _idle(self) -> bool:
+        """The consumer waits, with nothing in its hands that it has yet to pass on: what is written now is in order."""
+        return self._waiter is not None and not self._waiter.done() and not self._ready
+
+    def _list(self, item: T) -> None:
         if item not in self._listed:
             self._listed.add(item)
             self._ready.append(item)

@@ -127,4 +127,5 @@ class OpenAiEndpoints:
             deadline,
             with_usage=body.include_usage,
             with_empty_text=bool(body.return_token_ids),
+            only_text=not body.return_token_ids,
         )

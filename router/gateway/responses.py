@@ -18,7 +18,9 @@ from starlette.types import Receive, Scope, Send
 from common.errors import BatonError
 from common.logprobs import TokenLogprobs
 from common.telemetry import get_logger
+from router.gateway.connection import connection_of
 from router.gateway.errors import as_baton_error, error_json, error_response
+from router.gateway.express import ExpressLane
 from router.gateway.formats import AnswerFormat, Choice
 from router.gateway.generation import TextDelta
 from router.gateway.group import GenerationGroup
@@ -139,6 +141,7 @@ class EventStream(_GeneratingResponse):
     """Server-sent events, one write for all that is new of a choice. A slow reader finds many tokens in one chunk.
 
     with_usage: a last chunk has the usage. with_empty_text: chunks are sent even where their tokens add no text yet.
+    only_text: chunks in mid-stream hold text and nothing else, so they may take the short way (express.py).
     """
 
     def __init__(
@@ -150,13 +153,16 @@ class EventStream(_GeneratingResponse):
         *,
         with_usage: bool,
         with_empty_text: bool,
+        only_text: bool = False,
     ) -> None:
         super().__init__(start, answer, request_id, deadline)
         self._with_usage = with_usage
         self._with_empty_text = with_empty_text
+        self._only_text = only_text
 
     async def _generate(self, group: GenerationGroup, scope: Scope, receive: Receive, send: Send) -> None:
         opened: set[int] = set()
+        connection, express = connection_of(scope), False
         while not group.done:
             generation, delta = await group.next()
             failed = isinstance(delta.end, BatonError)
@@ -174,6 +180,9 @@ class EventStream(_GeneratingResponse):
             generation.mark_written()
             if failed:
                 return
+            if self._only_text and not express and connection is not None:
+                express = True
+                group.set_express(ExpressLane(connection, group, self._answer, opened).handle)
 
     def _events(self, index: int, delta: TextDelta, opened: set[int]) -> bytes:
         """The news of one choice; empty where a client would see nothing new."""
