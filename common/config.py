@@ -72,6 +72,11 @@ class Settings(BaseModel):
     prefill: int = Field(1, ge=0, le=64, description="prefill workers of the local cluster")
     decode: int = Field(1, ge=1, le=64, description="decode workers of the local cluster")
 
+    router_processes: int = Field(
+        1, ge=1, le=64, description="routers of the local cluster, all on the same ports (SO_REUSEPORT)"
+    )
+    reuse_port: bool = Field(False, description="a router shares its ports with others on this machine")
+
     # KV memory and scheduling
     block_size: int = Field(16, ge=1, le=256, description="tokens a KV block")
     kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, description="bytes of KV cache a worker preallocates")

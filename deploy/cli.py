@@ -65,8 +65,9 @@ def root(context: typer.Context) -> None:
 
 @app.command()
 @takes_settings(
-    "host", "port", "grpc_port", "prefill", "decode", "model", "dtype", "quantization", "kv_cache_bytes", "redis_url"
-)
+    "host", "port", "grpc_port", "router_processes", "prefill", "decode", "model", "dtype", "quantization",
+    "kv_cache_bytes", "redis_url",
+)  # fmt: skip
 def serve(
     settings: Settings,
     demo: Annotated[bool, typer.Option(help="show one streamed answer once ready")] = True,

@@ -45,12 +45,15 @@ class MemoryNeed:
 def plan_parts(
     settings: Settings, *, redis_url: str, model: str, port: int, grpc_port: int, num_cores: int, suffix: str = ""
 ) -> list[Part]:
-    """The router first, then the workers. suffix: makes worker ids unique where clusters share one Redis."""
+    """The routers first, then the workers. suffix: makes worker ids unique where clusters share one Redis."""
     given = {key: getattr(settings, key) for key in settings.model_fields_set}
     shared = {**given, "redis_url": redis_url, "model": model}
     threads = worker_threads(num_cores, settings.prefill, settings.decode, settings.num_threads)
     shared["auth"] = effective_auth(settings)
-    parts = [Part("router", "router", "", {**shared, "port": port, "grpc_port": grpc_port, "worker_id": ""})]
+    number = settings.router_processes
+    ports = {"port": port, "grpc_port": grpc_port, "worker_id": "", "reuse_port": number > 1}
+    names = ["router", *(f"router-{i}" for i in range(1, number))]
+    parts = [Part(name, "router", "", {**shared, **ports}) for name in names]
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
         for i in range(count):
             own = {"worker_id": f"{role}-{i}{suffix}", "num_threads": threads}

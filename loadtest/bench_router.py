@@ -23,9 +23,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -246,11 +247,11 @@ def main() -> None:
     rows: list[Cost] = []
     with tempfile.TemporaryDirectory() as name:
         tmp = Path(name)
-        starts = [lambda stack: start_baton(stack, folder, tmp)]
+        starts: list[Callable[[ExitStack], Router]] = [partial(start_baton, folder=folder, tmp=tmp)]
         if given.sglang:
-            starts.append(lambda stack: start_sglang(stack, os.path.expanduser(given.sglang), tmp))
+            starts.append(partial(start_sglang, python=os.path.expanduser(given.sglang), tmp=tmp))
         if given.litellm:
-            starts.append(lambda stack: start_litellm(stack, os.path.expanduser(given.litellm), tmp))
+            starts.append(partial(start_litellm, program=os.path.expanduser(given.litellm), tmp=tmp))
         for begin in starts:
             with ExitStack() as stack:
                 rows.append(asyncio.run(measure(begin(stack))))

@@ -124,7 +124,7 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
             Targets(settings.target_ttft_ms / 1000, settings.target_itl_ms / 1000),
             settings.max_waiting,
             lambda: _capacity(fleet),
-            lambda: (metrics.gaps_s, metrics.num_gaps),
+            lambda: metrics.token_gaps,
             time.monotonic,
         )
         dispatcher = Dispatcher(placer, observers, admission, transfer_prefix, time.monotonic, quotas)
@@ -147,10 +147,11 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         watcher = RegistryWatcher(redis, settings.cluster, identity, fleet.apply_records)
         metrics.watch(ClusterCollector(fleet, dispatcher, watcher, index, audit, time.monotonic))
 
-        http = HttpServer(build_app(state), settings.host, settings.port, settings.shutdown_grace_s + LAST_WORDS_S)
+        stop_within_s, shared = settings.shutdown_grace_s + LAST_WORDS_S, settings.reuse_port
+        http = HttpServer(build_app(state), settings.host, settings.port, stop_within_s, reuse_port=shared)
         stack.callback(http.close)
         servicer = InferenceServicer(state)
-        grpc_server = bind_grpc(servicer, settings.host, settings.grpc_port)
+        grpc_server = bind_grpc(servicer, settings.host, settings.grpc_port, reuse_port=shared)
         await grpc_server.start((INFERENCE_SERVICE,))
         http.start()
         served = ServedSync(redis, settings.cluster, admission)

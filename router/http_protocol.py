@@ -19,6 +19,11 @@ HEAD_TIMEOUT_S: Final = 15.0
 MAX_HEAD_BYTES: Final = 1 << 17
 # For a client to read what was written before its connection was closed.
 LINGER_S: Final = 10.0
+# After the client's half of the connection ended.
+FIRST_PROBE_S: Final = 0.02
+PROBE_S: Final = 1.0
+# A comment of an event stream, as a chunk: the only chunked answers are event streams.
+EMPTY_EVENT: Final = b"3\r\n:\n\n\r\n"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -63,6 +68,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_is_over()
         super().on_headers_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that sends no more may still read: what it asked for is answered, then the connection ends.
+
+        One that is gone altogether looks the same until it is written to; so something harmless is, now and again.
+        """
+        cycle = self._running
+        if cycle is None or cycle.more_body or cycle.response_complete or cycle.disconnected:
+            return False
+        cycle.keep_alive = False
+        self._probe(FIRST_PROBE_S)
+        return True
+
+    def _probe(self, next_s: float = PROBE_S) -> None:
+        """The first write makes a host whose client is gone answer with a reset, the second one fails by it."""
+        cycle = self._running
+        if self.transport.is_closing() or cycle.response_complete:
+            return
+        if cycle.response_started and cycle.chunked_encoding:
+            self.transport.write(EMPTY_EVENT)
+        elif not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(next_s, self._probe)
 
     def timeout_keep_alive_handler(self) -> None:
         # Not close(): it would wait for a client that doesn't read.

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from common.errors import ErrorKind
 from common.metrics import REQUEST_SECONDS_BUCKETS, SECONDS_BUCKETS, new_registry
 from common.sampling_params import FinishReason
+from router.cheap_histogram import CheapHistogram
 from router.request import RETRYABLE
 from router.request_record import Attempt, RequestRecord
 
@@ -23,11 +24,10 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = new_registry()
-        # For the control of admission: seconds and number of all gaps between tokens.
-        self.gaps_s, self.num_gaps = 0.0, 0
         seconds, counter, children = self._seconds, self._counter, self._children
         self._ttft = seconds("time_to_first_token", "Receipt to the first token's write")
-        self._itl = seconds("inter_token_latency", "Between consecutive tokens' writes")
+        self._itl = CheapHistogram("baton_inter_token_latency_seconds", "Between consecutive tokens' writes")
+        self.registry.register(self._itl)
         self._tpot = seconds("time_per_output_token", "A request's mean inter-token latency")
         self._e2e = seconds("e2e_request_latency", "Receipt to the end", REQUEST_SECONDS_BUCKETS)
         self._queue = seconds("request_queue", "Receipt to the prefill's first step")
@@ -57,6 +57,11 @@ class RouterMetrics:
     def page(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+    @property
+    def token_gaps(self) -> tuple[float, int]:
+        """Seconds and number of all gaps between tokens so far: what admission is controlled by."""
+        return self._itl.sum_s, self._itl.count
 
     # -- requests
 
@@ -109,10 +114,7 @@ class RouterMetrics:
 
     def on_tokens(self, gap_s: float, num_tokens: int) -> None:
         """num_tokens came in one write, gap_s after the one before."""
-        self.gaps_s += gap_s
-        self.num_gaps += num_tokens
-        for _ in range(num_tokens):
-            self._itl.observe(gap_s / num_tokens)
+        self._itl.observe(gap_s / num_tokens, num_tokens)
 
     def on_last_token(self, mean_gap_s: float) -> None:
         self._tpot.observe(mean_gap_s)

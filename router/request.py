@@ -121,6 +121,12 @@ class RequestRun:
         prompt_logprobs = self._logprobs.take_prompt() if tokens else ()
         return Delta(tokens[first:], self._end, self._logprobs.take(first, len(tokens)), prompt_logprobs)
 
+    def take_token_ids(self) -> Sequence[int]:
+        """As `take`, for a request that has not ended."""
+        tokens = self._merger.token_ids
+        first, self._num_taken = self._num_taken, len(tokens)
+        return tokens[first:]
+
     @property
     def ended(self) -> bool:
         return self._end is not None

@@ -55,8 +55,8 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Bound on construction, so that a port in use is told before anything else starts. Raises StartupError."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, stop_within_s: float) -> None:
-        self._socket = _bind(host, port, "--port")
+    def __init__(self, app: ASGIApp, host: str, port: int, stop_within_s: float, *, reuse_port: bool = False) -> None:
+        self._socket = _bind(host, port, "--port", reuse_port=reuse_port)
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -94,17 +94,18 @@ class HttpServer:
         self._socket.close()
 
 
-def bind_grpc(servicer: InferenceServicer, host: str, port: int) -> GrpcServer:
+def bind_grpc(servicer: InferenceServicer, host: str, port: int, *, reuse_port: bool = False) -> GrpcServer:
     """The public gRPC API, bound and not started; start it for INFERENCE_SERVICE. Raises StartupError."""
-    server = GrpcServer(host, port, options=GRPC_OPTIONS, remedy="stop the other server or pass --grpc-port")
+    options = {**GRPC_OPTIONS, "grpc.so_reuseport": int(reuse_port)}
+    server = GrpcServer(host, port, options=options, remedy="stop the other server or pass --grpc-port")
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.server)
     return server
 
 
-def _bind(host: str, port: int, option: str) -> socket.socket:
+def _bind(host: str, port: int, option: str, *, reuse_port: bool) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        bound = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=reuse_port)
     except socket.gaierror:
         raise StartupError(f"can't listen on {host!r}: it is no address of this machine; pass another --host") from None
     except PermissionError:

@@ -44,11 +44,16 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._commits = commits
         self._gap_s = gap_s
 
-    async def Session(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
-        await anext(request_iterator)
-        info = worker_pb2.GetInfoResponse(
+    async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:  # noqa: N802
+        return worker_pb2.GetInfoResponse(
             worker_id=self.worker_id, epoch=self.epoch, model_fingerprint=self.fingerprint
         )
+
+    async def Session(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[Any], context: Any
+    ) -> None:
+        await anext(request_iterator)
+        info = await self.GetInfo(None, context)
         outbox: asyncio.Queue[Any] = asyncio.Queue()
         running: dict[str, _Sequence] = {}
         outbox.put_nowait(worker_pb2.SessionResponse(welcome=worker_pb2.Welcome(info=info)))
@@ -86,7 +91,9 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def _prefill(self, command: Any, outbox: asyncio.Queue[Any]) -> None:
         spec = command.spec
-        reason = common_pb2.FINISH_REASON_LENGTH if spec.sampling.max_tokens == 1 else 0
+        reason = (
+            common_pb2.FINISH_REASON_LENGTH if spec.sampling.max_tokens == 1 else common_pb2.FINISH_REASON_UNSPECIFIED
+        )
         output = worker_pb2.SequenceOutput(
             transfer_id=spec.transfer_id, first_index=0, token_ids=[FIRST_TOKEN_ID], finish_reason=reason,
             leg_ended=True, timings=worker_pb2.Timings(prefill_s=0.001),

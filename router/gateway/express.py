@@ -38,6 +38,11 @@ class ExpressLane:
         if generation.index not in self._opened or not self._connection.ready or generation.ended:
             return False
         try:
+            text = generation.take_text()
+            if text is not None:
+                if text:
+                    self._write(generation, text)
+                return True
             delta = generation.take()
         except Exception as error:  # what was taken is lost: the stream must not go on as if it were not
             generation.close()
@@ -46,10 +51,13 @@ class ExpressLane:
             self._group.put_back(generation, delta)
             return False
         if delta.text:
-            before, after = self._frames.get(generation.index) or self._frame(generation.index)
-            self._connection.write_chunk(before + orjson.dumps(delta.text) + after)
-            generation.mark_written()
+            self._write(generation, delta.text)
         return True
+
+    def _write(self, generation: Generation, text: str) -> None:
+        before, after = self._frames.get(generation.index) or self._frame(generation.index)
+        self._connection.write_chunk(before + orjson.dumps(text) + after)
+        generation.mark_written()
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         chunk = orjson.dumps(self._answer.chunk(index, TextDelta(0, (), _MARK, None)))

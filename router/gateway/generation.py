@@ -59,6 +59,7 @@ class Generation:
             min_tokens=spec.sampling.min_tokens,
             include_stop=spec.include_stop,
         )
+        self._has_stop = bool(spec.stop)
         self._observer = observer
         self._clock = clock
         self._received_at = spec.received_at
@@ -93,6 +94,14 @@ class Generation:
         self._ended = end is not None
         logprobs = news.logprobs[: len(token_ids)]
         return TextDelta(first_index, token_ids, text + piece, end, logprobs, news.prompt_logprobs)
+
+    def take_text(self) -> str | None:
+        """As `take`, only the text, where nothing but text can come: no end, no stop string. Else None."""
+        if self._has_stop or self._run.ended:
+            return None
+        token_ids = self._run.take_token_ids()
+        self._num_tokens += len(token_ids)
+        return str(self._text.push(token_ids))
 
     @property
     def ended(self) -> bool:

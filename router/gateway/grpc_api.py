@@ -34,6 +34,8 @@ MAX_REQUEST_ID_CHARS: Final = 128
 # Error frames that a client which reads nothing can make us keep.
 MAX_PENDING_ERRORS: Final = 1024
 CLOSE_TIMEOUT_S: Final = 1.0
+# A client that takes no frame for so long is given up, and with it all that runs on its stream.
+WRITE_TIMEOUT_S: Final = 30.0
 
 _log = get_logger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -119,6 +121,7 @@ class _GenerateStream:
         self._errors: deque[inference_pb2.GenerateResponse] = deque()
         self._wake = _Wake()
         self._no_more_starts = False
+        self._stall: asyncio.TimerHandle | None = None
         # Why the stream can't go on; its status says so, lest requests without an end frame look like success.
         self._broken: BatonError | None = None
         # Of the stream, and so of all requests on it.
@@ -135,6 +138,11 @@ class _GenerateStream:
                 await self._write_news(await self._mailbox.get())
         except ClosedMailboxError:
             pass
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._broken is None or task is None:
+                raise
+            task.uncancel()  # by _stalled
         finally:
             for running in self._running.values():
                 running.close()
@@ -203,9 +211,22 @@ class _GenerateStream:
 
     # -- to the client
 
+    async def _write(self, frame: inference_pb2.GenerateResponse) -> None:
+        self._stall = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_S, self._stalled, asyncio.current_task())
+        try:
+            await self._context.write(frame)
+        finally:
+            self._stall.cancel()
+
+    def _stalled(self, task: asyncio.Task[Any] | None) -> None:
+        message = f"the client took no frame for {WRITE_TIMEOUT_S:g} s; what ran on this stream was aborted"
+        self._broken = BatonError(ErrorKind.DEADLINE_EXCEEDED, message)
+        if task is not None:
+            task.cancel()
+
     async def _write_news(self, item: Generation | _Wake) -> None:
         while self._errors:
-            await self._context.write(self._errors.popleft())
+            await self._write(self._errors.popleft())
         if isinstance(item, _Wake):
             return
         request_id, running = item.request_id, self._running.get(item.request_id)
@@ -217,12 +238,12 @@ class _GenerateStream:
             # Before the write: the id is free again when the client reads the end.
             del self._running[request_id]
         if delta.token_ids or delta.text or (running.num_choices > 1 and isinstance(delta.end, Finished)):
-            await self._context.write(convert.chunk_to_proto(request_id, item.index, delta))
+            await self._write(convert.chunk_to_proto(request_id, item.index, delta))
         item.mark_written()
         if isinstance(end, Finished):
-            await self._context.write(convert.finished_to_proto(request_id, end))
+            await self._write(convert.finished_to_proto(request_id, end))
         elif end is not None:
-            await self._context.write(convert.error_to_proto(request_id, end))
+            await self._write(convert.error_to_proto(request_id, end))
 
 
 def _metadata_value(context: Context, key: str) -> str:

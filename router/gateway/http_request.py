@@ -15,8 +15,12 @@ from router.tenancy.directory import TenantDirectory
 from router.tenancy.tenant import ANONYMOUS, Tenant
 
 MAX_BODY_BYTES: Final = 16 << 20
+# Lists and objects of a body: parsing a million of them would stop the event loop for seconds.
+MAX_CONTAINERS: Final = 20_000
 BODY_TIMEOUT_S: Final = 60.0
 TIMEOUT_HEADER: Final = "x-request-timeout"
+# A whole JSON string.
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SCOPE_KEY: Final = "baton.request_id"
 _TRACE_KEY: Final = "baton.trace"
@@ -52,22 +56,37 @@ def admit_tenant(request: Request, directory: TenantDirectory) -> None:
     request.scope[_TENANT_KEY] = directory.authenticate(request.headers.get("authorization"))
 
 
-async def read_body(request: Request) -> bytes:
-    """Raises INVALID_REQUEST once it exceeds MAX_BODY_BYTES, or says that it will; the rest is not read.
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Raises INVALID_REQUEST once it exceeds max_bytes, or says that it will; the rest is not read; also for one of more
+    than MAX_CONTAINERS lists and objects.
     Raises DEADLINE_EXCEEDED for one that is not here after BODY_TIMEOUT_S.
     """
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise _too_large()
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read_all(request)
+            body = await _read_all(request, max_bytes)
     except TimeoutError:
         message = f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
         raise BatonError(ErrorKind.DEADLINE_EXCEEDED, message) from None
+    if len(body) > MAX_CONTAINERS and _num_containers(body) > MAX_CONTAINERS:
+        raise invalid(f"the body has more than {MAX_CONTAINERS} lists and objects")
+    return body
 
 
-async def _read_all(request: Request) -> bytes:
+def max_body_bytes(max_prompt_chars: int) -> int:
+    """The largest body of which anything could be served: a prompt of which each character is escaped, and the rest."""
+    return min(MAX_BODY_BYTES, (1 << 20) + 6 * max_prompt_chars)
+
+
+def _num_containers(body: bytes) -> int:
+    """Brackets in strings are text: where there are many brackets, strings are looked at, else nothing needs to be."""
+    opened = body.count(b"[") + body.count(b"{")
+    return opened if opened <= MAX_CONTAINERS else sum(map(_STRING.sub(b"", body).count, (b"[", b"{")))
+
+
+async def _read_all(request: Request, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -76,15 +95,15 @@ async def _read_all(request: Request) -> bytes:
             raise BatonError(ErrorKind.CANCELLED, "the client left before its request was complete")
         chunk = message.get("body", b"")
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
+        if size > max_bytes:
+            raise _too_large(max_bytes)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
-def _too_large() -> BatonError:
-    return invalid(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+def _too_large(max_bytes: int) -> BatonError:
+    return invalid(f"the body is larger than {max_bytes / (1 << 20):.3g} MiB, more than the model's context could hold")
 
 
 def timeouts_of(request: Request, body_timeout_s: float | None) -> dict[str, float]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from common.errors import BatonError
 from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope
 from router.gateway.group import GenerationGroup
-from router.gateway.http_request import read_body, request_id_of, tenant_of, timeouts_of, trace_of
+from router.gateway.http_request import max_body_bytes, read_body, request_id_of, tenant_of, timeouts_of, trace_of
 from router.gateway.openai_models import ChatBody, CompletionBody, GenerationBody, parse_body
 from router.gateway.prompts import Asked, Prompt, TextPrompt
 from router.gateway.responses import EventStream, WholeAnswer
@@ -29,10 +29,11 @@ class OpenAiEndpoints:
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
+        self._max_body_bytes = max_body_bytes(state.model.max_prompt_chars)
 
     async def completions(self, request: Request) -> Response:
         received_at = self._state.clock()
-        body = parse_body(CompletionBody, await read_body(request))
+        body = parse_body(CompletionBody, await read_body(request, self._max_body_bytes))
         check_model(self._state.model, body.model or "")
         prompts = body.prompts()
         specs = await self._prepare(request, body, prompts, received_at, COMPLETION_MAX_TOKENS, "prompt")
@@ -43,7 +44,7 @@ class OpenAiEndpoints:
 
     async def chat(self, request: Request) -> Response:
         received_at = self._state.clock()
-        body = parse_body(ChatBody, await read_body(request))
+        body = parse_body(ChatBody, await read_body(request, self._max_body_bytes))
         check_model(self._state.model, body.model or "")
         specs = await self._prepare(request, body, [body.prompt()], received_at, None, "messages")
         answer = ChatFormat(self._envelope(body, f"chatcmpl-{request_id_of(request)}"))
@@ -120,6 +121,8 @@ class OpenAiEndpoints:
         if not body.stream:
             made, shown = specs[0].num_choices, body.num_shown
             return WholeAnswer(start, answer, request_id, deadline, num_made=made, num_shown=shown)
+        sampling = specs[0].sampling
+        wants_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         return EventStream(
             start,
             answer,
@@ -127,5 +130,5 @@ class OpenAiEndpoints:
             deadline,
             with_usage=body.include_usage,
             with_empty_text=bool(body.return_token_ids),
-            only_text=not body.return_token_ids,
+            only_text=not body.return_token_ids and not wants_logprobs,
         )
