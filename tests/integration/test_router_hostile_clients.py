@@ -132,7 +132,7 @@ async def test_a_client_that_only_stops_sending_gets_its_whole_answer(folder, st
 async def test_a_client_that_is_gone_is_told_from_one_that_stopped_sending(folder, stream):
     async with mock_cluster(folder) as cluster:
         cluster.prefills[0].first_tokens.close()
-        reader, writer = await connect(cluster)
+        _reader, writer = await connect(cluster)
         writer.write(post(json.dumps({"prompt": "hello", "max_tokens": 20, "stream": stream}).encode()))
         await cluster.prefills[0].until(lambda: cluster.prefills[0].live)
         writer.close()
