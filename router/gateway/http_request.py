@@ -57,8 +57,8 @@ def admit_tenant(request: Request, directory: TenantDirectory) -> None:
 
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Raises INVALID_REQUEST once it exceeds max_bytes, or says that it will; the rest is not read; also for one of more
-    than MAX_CONTAINERS lists and objects.
+    """Raises INVALID_REQUEST once it exceeds max_bytes, or says that it will; the rest is not read.
+    Raises INVALID_REQUEST for one of more than MAX_CONTAINERS lists and objects.
     Raises DEADLINE_EXCEEDED for one that is not here after BODY_TIMEOUT_S.
     """
     announced = request.headers.get("content-length", "")
