@@ -59,7 +59,7 @@ class Generation:
             min_tokens=spec.sampling.min_tokens,
             include_stop=spec.include_stop,
         )
-        self._has_stop = bool(spec.stop)
+        self._has_stop = bool(spec.stop) or spec.include_stop
         self._observer = observer
         self._clock = clock
         self._received_at = spec.received_at
@@ -97,7 +97,7 @@ class Generation:
 
     def take_text(self) -> str | None:
         """As `take`, only the text, where nothing but text can come: no end, no stop string. Else None."""
-        if self._has_stop or self._run.ended:
+        if self._has_stop or self._run is None or self._run.ended:
             return None
         token_ids = self._run.take_token_ids()
         self._num_tokens += len(token_ids)
@@ -106,7 +106,7 @@ class Generation:
     @property
     def ended(self) -> bool:
         """Whether the next `take` brings the end."""
-        return self._run.ended
+        return self._run is not None and self._run.ended
 
     def mark_written(self) -> None:
         """The last delta was handed to the connection just now."""
