@@ -17,6 +17,8 @@ from router.tenancy.tenant import ANONYMOUS, Tenant
 MAX_BODY_BYTES: Final = 16 << 20
 # Lists and objects of a body: parsing a million of them would stop the event loop for seconds.
 MAX_CONTAINERS: Final = 20_000
+# Of usual text, or of a number and its comma.
+BYTES_A_TOKEN: Final = 8
 BODY_TIMEOUT_S: Final = 60.0
 TIMEOUT_HEADER: Final = "x-request-timeout"
 # A whole JSON string.
@@ -75,9 +77,11 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     return body
 
 
-def max_body_bytes(max_prompt_chars: int) -> int:
-    """The largest body of which anything could be served: a prompt of which each character is escaped, and the rest."""
-    return min(MAX_BODY_BYTES, (1 << 20) + 6 * max_prompt_chars)
+def max_body_bytes(max_prompt_chars: int, max_model_len: int, max_prompts: int) -> int:
+    """The largest body of which anything could be served: one prompt of which each character is escaped, or many of
+    usual text, and the rest.
+    """
+    return min(MAX_BODY_BYTES, (1 << 20) + 6 * max_prompt_chars + BYTES_A_TOKEN * max_model_len * max_prompts)
 
 
 def _num_containers(body: bytes) -> int:

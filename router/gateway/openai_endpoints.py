@@ -13,7 +13,7 @@ from common.errors import BatonError
 from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope
 from router.gateway.group import GenerationGroup
 from router.gateway.http_request import max_body_bytes, read_body, request_id_of, tenant_of, timeouts_of, trace_of
-from router.gateway.openai_models import ChatBody, CompletionBody, GenerationBody, parse_body
+from router.gateway.openai_models import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, parse_body
 from router.gateway.prompts import Asked, Prompt, TextPrompt
 from router.gateway.responses import EventStream, WholeAnswer
 from router.gateway.state import GatewayState
@@ -29,7 +29,7 @@ class OpenAiEndpoints:
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
-        self._max_body_bytes = max_body_bytes(state.model.max_prompt_chars)
+        self._max_body_bytes = max_body_bytes(state.model.max_prompt_chars, state.model.max_model_len, MAX_PROMPTS)
 
     async def completions(self, request: Request) -> Response:
         received_at = self._state.clock()
