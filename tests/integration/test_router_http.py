@@ -202,7 +202,7 @@ async def test_broken_bodies_unknown_routes_and_methods_are_errors_of_the_same_f
         answers = [
             (await http.post("/v1/completions", content=b'{"prompt": '), 400, "invalid_request", "JSON"),
             (await http.post("/v1/completions", content=b"[]"), 400, "invalid_request", "JSON object"),
-            (await http.post("/v1/completions", content=b" " * (16 << 20) + b"{}"), 400, "invalid_request", "is larger than"),
+            (await http.post("/v1/completions", content=b" " * (16 << 20) + b"{}"), 400, "invalid_request", "larger"),
             (await http.post("/v1/nonsense", json={}), 404, "not_found", "/v1/nonsense"),
             (await http.get("/v1/completions"), 405, "method_not_allowed", "GET"),
             (
