@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from operator import itemgetter
 from typing import Final
 
 from common.errors import BatonError, ErrorKind
+from common.rpc.worker_messages import PullSource, WorkerIdentity
 from router.cluster.fleet import Fleet
 from router.cluster.prefix_index import CachedPrefix, PrefixIndex
 from router.cluster.worker_session import WorkerSession
@@ -20,6 +23,7 @@ from router.policy.transfer_rate import TransferRate
 RETURN_WAIT_S: Final = 30.0
 # After its first token a prompt is in the index: a worker's publishing interval, and a round trip.
 INDEX_LAG_S: Final = 0.1
+MAX_PULL_SOURCES: Final = 2
 _NOTHING: Final = CachedPrefix(0, 0)
 
 
@@ -29,7 +33,8 @@ class WorkerPair:
 
     uncached_prefill_tokens: tokens that the computing side lacks. new_decode_blocks: blocks that decode must find.
     predicted_cached_tokens: what the computing side was thought to reuse; None where the index gave no answer.
-    predicted_ttft_s: from now to the first token.
+    predicted_ttft_s: from now to the first token. pull_sources: who holds more of the prompt than `prefill`, the most
+    first; whether to pull is the worker's to decide.
     """
 
     prefill: WorkerSession | None
@@ -38,6 +43,7 @@ class WorkerPair:
     new_decode_blocks: int
     predicted_cached_tokens: int | None = None
     predicted_ttft_s: float = 0.0
+    pull_sources: tuple[PullSource, ...] = ()
 
     @property
     def worker_ids(self) -> list[str]:
@@ -93,6 +99,7 @@ class Placer:
             local_prefill_max_tokens=self._local_prefill_max_tokens,
         )
         known = await self._known_prefixes(packed_hashes)
+        request = replace(request, pullable_tokens=self._pullable_tokens(known))
         give_up_at = self._clock() + (RETURN_WAIT_S if wait else 0.0)
         while (pair := self._choose(request, packed_hashes, known)) is None:
             self._refuse_what_never_fits(request)
@@ -119,7 +126,7 @@ class Placer:
             return None
         holders = [_holder(session) for session in (prefill, decode) if session is not None]
         self._recent.note(packed_hashes, holders, self._clock() + chosen.ttft_s + INDEX_LAG_S)
-        return self._pair(request, chosen, prefill, decode, from_index=known.from_index)
+        return self._pair(request, chosen, prefill, decode, known)
 
     def _pair(
         self,
@@ -127,8 +134,7 @@ class Placer:
         chosen: Placement,
         prefill: WorkerSession | None,
         decode: WorkerSession,
-        *,
-        from_index: bool,
+        known: _Known,
     ) -> WorkerPair:
         computing_cached = chosen.prefill_cached_tokens if prefill else chosen.decode_cached_tokens
         new_decode_tokens = max(0, request.num_tokens - chosen.decode_cached_tokens)
@@ -139,9 +145,35 @@ class Placer:
             decode=decode,
             uncached_prefill_tokens=max(0, request.num_tokens - computing_cached),
             new_decode_blocks=-(-new_decode_tokens // self._block_size),
-            predicted_cached_tokens=min(computing_cached, reusable_tokens) if from_index else None,
+            predicted_cached_tokens=min(computing_cached, reusable_tokens) if known.from_index else None,
             predicted_ttft_s=chosen.ttft_s,
+            pull_sources=() if prefill is None else self._pull_sources(prefill, known),
         )
+
+    def _pull_sources(self, prefill: WorkerSession, known: _Known) -> tuple[PullSource, ...]:
+        own = known.prefixes.get(prefill.record.worker_id, _NOTHING).blocks
+        better = [(n, s) for n, s in self._lenders(known) if n > own and s is not prefill]
+        return tuple(
+            PullSource(
+                address=session.record.grpc_address,
+                worker=WorkerIdentity(session.record.worker_id, session.record.epoch),
+                secret=bytes.fromhex(session.record.pull_secret),
+                num_tokens=num_blocks * self._block_size,
+            )
+            for num_blocks, session in nlargest(MAX_PULL_SOURCES, better, key=itemgetter(0))
+        )
+
+    def _pullable_tokens(self, known: _Known) -> int:
+        return max((n for n, _ in self._lenders(known)), default=0) * self._block_size
+
+    def _lenders(self, known: _Known) -> list[tuple[int, WorkerSession]]:
+        """Leading blocks and who holds them, of those that lend."""
+        sessions = (self._fleet.session(worker_id) for worker_id, prefix in known.prefixes.items() if prefix.blocks)
+        return [
+            (known.prefixes[s.record.worker_id].blocks, s)
+            for s in sessions
+            if s is not None and s.ready and s.record.pull_secret
+        ]
 
     def _load(self, session: WorkerSession, known: _Known) -> WorkerLoad:
         prefix = known.prefixes.get(session.record.worker_id, _NOTHING)

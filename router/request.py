@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from common.errors import BatonError, ErrorKind
 from common.logprobs import TokenLogprobs
-from common.rpc.worker_messages import Fork, SequenceSpec, TransferTarget
+from common.rpc.worker_messages import Fork, PullSource, SequenceSpec, TransferTarget
 from common.sampling_params import FinishReason
 from common.telemetry import get_logger
 from router.cluster.messages import LegNews
@@ -94,6 +94,7 @@ class RequestRun:
         # What this attempt's decode worker was asked for; its prefill worker is asked for the same.
         self._sent: SequenceSpec | None = None
         self._sent_forks: list[RequestRun] = []
+        self._pull_sources: tuple[PullSource, ...] = ()
         # Reason and number of output tokens, known as soon as a leg says so, perhaps before all tokens are here.
         self._finish: tuple[FinishReason, int] | None = None
         self._finish_timer: asyncio.TimerHandle | None = None
@@ -193,6 +194,7 @@ class RequestRun:
         self._sent_forks = [fork for fork in self._forks if fork.state not in TERMINAL and fork._join(pair)]
         self._forks = []
         self._sent = self._sequence_spec(self._sent_forks)
+        self._pull_sources = pair.pull_sources
         pair.decode.send_reserve(self._sent, prefill_here=pair.prefill is None)
 
     def _join(self, pair: WorkerPair) -> bool:
@@ -250,7 +252,7 @@ class RequestRun:
             return
         for run in (self, *self._sent_forks):
             run._note_sent()
-        self._prefill.session.send_prefill(self._sent, target)
+        self._prefill.session.send_prefill(self._sent, target, self._pull_sources)
 
     def _note_sent(self) -> None:
         if self.state is RequestState.RESERVING:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.worker.v1 import worker_pb2
 from common.rpc.convert import error_from_proto, finish_reason_from_proto
-from common.rpc.worker_convert import spec_to_proto, target_to_proto, timings_from_proto
-from common.rpc.worker_messages import SequenceSpec, TransferTarget
+from common.rpc.worker_convert import source_to_proto, spec_to_proto, target_to_proto, timings_from_proto
+from common.rpc.worker_messages import PullSource, SequenceSpec, TransferTarget
 from router.cluster.messages import LegNews
 
 
@@ -18,8 +20,14 @@ def reserve_frame(spec: SequenceSpec, now: float, *, prefill_here: bool) -> work
     return worker_pb2.SessionRequest(reserve=command)
 
 
-def prefill_frame(spec: SequenceSpec, target: TransferTarget, now: float) -> worker_pb2.SessionRequest:
-    command = worker_pb2.PrefillCommand(spec=spec_to_proto(spec, now), target=target_to_proto(target))
+def prefill_frame(
+    spec: SequenceSpec, target: TransferTarget, now: float, pull_sources: Sequence[PullSource] = ()
+) -> worker_pb2.SessionRequest:
+    command = worker_pb2.PrefillCommand(
+        spec=spec_to_proto(spec, now),
+        target=target_to_proto(target),
+        pull_sources=[source_to_proto(source) for source in pull_sources],
+    )
     return worker_pb2.SessionRequest(prefill=command)
 
 

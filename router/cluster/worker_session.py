@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Final
@@ -19,7 +19,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from common.errors import BatonError, ErrorKind
 from common.registry import WorkerRecord
 from common.rpc.worker_convert import load_from_proto, logprobs_from_proto, target_from_proto
-from common.rpc.worker_messages import LoadReport, SequenceSpec, TransferTarget
+from common.rpc.worker_messages import LoadReport, PullSource, SequenceSpec, TransferTarget
 from common.telemetry import get_logger
 from router.cluster import convert
 from router.cluster.messages import LegListener
@@ -134,8 +134,8 @@ class WorkerSession:
     def send_reserve(self, spec: SequenceSpec, *, prefill_here: bool) -> None:
         self._send(convert.reserve_frame(spec, self._clock(), prefill_here=prefill_here))
 
-    def send_prefill(self, spec: SequenceSpec, target: TransferTarget) -> None:
-        self._send(convert.prefill_frame(spec, target, self._clock()))
+    def send_prefill(self, spec: SequenceSpec, target: TransferTarget, pull_sources: Sequence[PullSource] = ()) -> None:
+        self._send(convert.prefill_frame(spec, target, self._clock(), pull_sources))
 
     def send_abort(self, transfer_id: str) -> None:
         self._send(convert.abort_frame(transfer_id))

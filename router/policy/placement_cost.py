@@ -2,7 +2,8 @@
 
 Pure. docs/PLACEMENT.md derives the formula; here it is as computed, for a prompt of `n` tokens:
 
-    missing(w)    n − cached on the device − HOST_WEIGHT-discounted tokens of the host tier
+    missing(w)    n − cached on the device − HOST_WEIGHT-discounted tokens of the host tier; for p also − what a pull
+                  from another worker spares, where common/transfer_cost.py says that it pays
     work(w)       base(w) · steps + prefill_token_s(w) · (queued(w) + missing(w))
     grant(d)      half a step of d, if streams run there: a reservation is answered between steps
     room(d)       time until d has blocks for what it lacks, and the risk of preemption near the end of its pool
@@ -11,7 +12,7 @@ Pure. docs/PLACEMENT.md derives the formula; here it is as computed, for a promp
 
     disaggregated(p, d) = grant(d) + work(p) + max(0, transfer(d) − computing(p)) + room(d) + load(d)
     local(d)            = grant(d) + work(d)                                      + room(d) + load(d) + harm(d)
-    harm(d)             = running(d) · max(0, prefill_token_s(d) · (queued(d) + missing(d)) − FREE_STEPS · step(d))
+    harm(d)             = running(d) · prefill_token_s(d) · missing(d)       every stream waits while d computes
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.step_rates import StepRates
+from common.transfer_cost import TransferCost, is_worth_moving
 
 # Bringing a token back from the host tier, as a part of computing it.
 HOST_WEIGHT: Final = 0.1
 # Steps that a stream is expected to stay for, as far as it should sway a placement.
 STREAM_STEPS: Final = 32.0
-# A running stream hardly notices a step that takes this many steps' time longer.
-FREE_STEPS: Final = 1.0
 # Computing again what another worker holds takes capacity from later requests, and room in a cache, besides the time.
 CAPACITY_WEIGHT: Final = 4.0
 # Waiting for somebody else's blocks takes longer than computing one's own tokens.
@@ -64,7 +64,8 @@ class WorkerLoad:
 class PlacementRequest:
     """num_tokens: prompt and already emitted tokens. failed: ids of workers on which this request failed before.
 
-    token_transfer_s: seconds to move one token's KV. local_prefill_max_tokens: the decode worker computes at most so
+    token_transfer_s: seconds to move one token's KV; 0: not known. pullable_tokens: longest prefix that some worker
+    would send to the prefill worker. local_prefill_max_tokens: the decode worker computes at most so
     many tokens itself while a prefill worker is usable; 0: none.
     """
 
@@ -72,6 +73,7 @@ class PlacementRequest:
     block_size: int
     failed: Collection[str] = ()
     token_transfer_s: float = 0.0
+    pullable_tokens: int = 0
     local_prefill_max_tokens: int = 0
 
 
@@ -110,7 +112,7 @@ class LocalCost:
 
 def prefill_cost(request: PlacementRequest, worker: WorkerLoad, rates: StepRates) -> PrefillCost:
     """Seconds. rates: the worker's, or what stands for them."""
-    missing = _missing_tokens(request, worker)
+    missing = _missing_tokens(request, worker) - _tokens_spared_by_pull(request, worker, rates)
     computing_s = rates.prefill_token_s * missing
     work_s = _work_s(worker.queued_prefill_tokens + missing, rates)
     return PrefillCost(work_s, computing_s, CAPACITY_WEIGHT * computing_s)
@@ -122,11 +124,11 @@ def decode_cost(request: PlacementRequest, worker: WorkerLoad, rates: StepRates,
     step_s = rates.step_s(0, running)
     local = None
     if only or missing <= request.local_prefill_max_tokens:
-        stall_s = rates.prefill_token_s * (worker.queued_prefill_tokens + missing)
+        computing_s = rates.prefill_token_s * missing
         local = LocalCost(
             work_s=_work_s(worker.queued_prefill_tokens + missing, rates),
-            harm_s=running * max(0.0, stall_s - FREE_STEPS * step_s),
-            capacity_s=CAPACITY_WEIGHT * rates.prefill_token_s * missing,
+            harm_s=running * computing_s,
+            capacity_s=CAPACITY_WEIGHT * computing_s,
         )
     # One's own steps get longer by the streams that run, theirs by this one.
     load_s = STREAM_STEPS * 2 * rates.decode_token_s * running
@@ -148,6 +150,18 @@ def _missing_tokens(request: PlacementRequest, worker: WorkerLoad) -> float:
     uncached = max(1, request.num_tokens - worker.num_cached_tokens)
     on_host = min(worker.num_host_cached_tokens, uncached - 1)
     return uncached - (1 - HOST_WEIGHT) * on_host
+
+
+def _tokens_spared_by_pull(request: PlacementRequest, worker: WorkerLoad, rates: StepRates) -> float:
+    """What the worker need not compute since another sends it, less the wait for that; in tokens of computing."""
+    held = worker.num_cached_tokens + worker.num_host_cached_tokens
+    num_tokens = min(request.pullable_tokens, request.num_tokens - 1) - held
+    if num_tokens <= 0 or not request.token_transfer_s:
+        return 0.0
+    cost = TransferCost(bytes_per_s=1 / request.token_transfer_s)
+    if not is_worth_moving(num_tokens, 1, rates.prefill_token_s, cost):
+        return 0.0
+    return num_tokens - cost.seconds(num_tokens) / rates.prefill_token_s
 
 
 def _work_s(num_tokens: float, rates: StepRates) -> float:

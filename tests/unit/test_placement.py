@@ -84,7 +84,7 @@ def test_a_short_remainder_is_computed_by_a_decode_worker_with_few_streams():
     busy_prefill = worker("p0", num_cached_tokens=288, queued_prefill_tokens=500)
     assert place(asked, [busy_prefill], [idle]).prefill_id is None
     placement = place(asked, [busy_prefill], [replace(idle, num_running=4)])
-    assert placement.prefill_id is None, "a stall of less than a step harms no stream"
+    assert placement.prefill_id is None, "four streams' stall is shorter than the queue"
     assert placement.decode_cached_tokens == 288
 
 
@@ -101,6 +101,16 @@ def test_a_prompt_that_would_stall_running_streams_goes_to_a_prefill_worker():
     assert place(asked, [worker("p0", num_cached_tokens=288)], [prompts]).prefill_id == "p0", (
         "others' prompts stall, too"
     )
+
+
+def test_a_prefix_that_can_be_pulled_is_worth_less_than_having_it_and_more_than_computing_it():
+    holder, other = worker("holder", num_cached_tokens=3200), worker("other")
+    asked = request(3300, token_transfer_s=1e-5, pullable_tokens=3200)
+    assert place(asked, [holder, other], [worker("d0")]).prefill_id == "holder"
+    busy = replace(holder, queued_prefill_tokens=2000)
+    assert place(asked, [busy, other], [worker("d0")]).prefill_id == "other", "it pulls sooner than the holder is free"
+    slow_link = replace(asked, token_transfer_s=1e-3)
+    assert place(slow_link, [busy, other], [worker("d0")]).prefill_id == "holder"
 
 
 def test_without_a_usable_prefill_worker_decode_computes_the_prompt():

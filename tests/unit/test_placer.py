@@ -102,3 +102,19 @@ async def test_the_host_tiers_part_of_a_prefix_counts_as_cached_but_not_as_there
     bench = Bench(num_prefill=2, num_decode=1)
     bench.index.held = {"p0": CachedPrefix(40, 10), "p1": CachedPrefix(40, 40)}
     assert (await bench.place()).prefill.record.worker_id == "p1"
+
+
+async def test_a_prefill_worker_is_told_who_holds_more_of_the_prompt_and_lends_it():
+    bench = Bench(num_prefill=3, num_decode=1)
+    for worker in bench.workers:
+        record = worker.session.record
+        lends = record.worker_id != "p2"
+        worker.session.record = msgspec.structs.replace(record, pull_secret=b"s".hex() * 16 if lends else "")
+    bench.index.held = {"p0": CachedPrefix(20, 20), "p1": CachedPrefix(30, 5), "p2": CachedPrefix(39, 39)}
+    bench.workers[1].session.subscribe("busy", object(), prefill_tokens=50_000)
+    bench.workers[2].session.subscribe("busy", object(), prefill_tokens=50_000)
+    pair = await bench.place()
+    assert pair.prefill.record.worker_id == "p0"
+    assert [(s.worker.worker_id, s.worker.epoch, s.num_tokens, s.secret) for s in pair.pull_sources] == [
+        ("p1", "e1", 480, b"s" * 16)
+    ]

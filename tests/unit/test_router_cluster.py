@@ -14,6 +14,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from baton.worker.v1 import worker_pb2
 from common.errors import BatonError, ErrorKind
 from common.registry import encode_record, worker_key, workers_key
+from common.rpc.worker_convert import source_from_proto
+from common.rpc.worker_messages import PullSource, SequenceSpec, TransferTarget, WorkerIdentity
+from common.sampling_params import SamplingParams
 from router.cluster import fleet as fleet_module
 from router.cluster.fleet import Fleet
 from router.cluster.prefix_index import PAUSE_AFTER_FAILURE_S, CachedPrefix, PrefixIndex
@@ -280,6 +283,16 @@ def test_a_lost_session_tells_everybody_once_and_forgets_what_late_frames_say():
     worker.reserved("t0")
     assert worker.session.num_late_frames == 2
     assert heard[0].tokens == []
+
+
+def test_a_prefill_command_says_whom_to_pull_from():
+    worker = PlayedWorker("p0", "prefill")
+    spec = SequenceSpec("t", "r", [1, 2], 2, b"h" * 16, SamplingParams(max_tokens=1), deadline=time.monotonic() + 5)
+    identity = WorkerIdentity("d0", "e1")
+    source = PullSource("there:1", WorkerIdentity("p1", "e9"), b"s" * 16, 480)
+    worker.session.send_prefill(spec, TransferTarget("there:2", identity, b"x" * 16, 0), (source,))
+    sources = worker.pop_command().prefill.pull_sources
+    assert [source_from_proto(each) for each in sources] == [source]
 
 
 def test_one_requests_bug_does_not_end_the_session_of_others():
