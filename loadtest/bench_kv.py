@@ -3,6 +3,7 @@
     pressure    24 streams on too few blocks: recompute the youngest (what most engines do), the choice by predicted
                 cost, and that choice with a host tier to swap to
     sessions    chats of several turns, more of them than the pool can keep: with and without a host tier
+    mixed       8 streams while long prompts are computed beside them: chunks of one size, and by a target for the step
 
 All in one run, on one copy of the weights. docs/SCHEDULING.md has results.
 """
@@ -76,7 +77,16 @@ class Trace:
 class BenchEngine:
     """Scheduler, pool, tier and model in the calling thread; prompts are computed here."""
 
-    def __init__(self, model: Model, num_blocks: int, host_slots: int, rates: CostRates, policy: VictimPolicy) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_blocks: int,
+        host_slots: int,
+        rates: CostRates,
+        policy: VictimPolicy,
+        step_target_s: float = 0.0,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
         kv_cache = new_kv_cache(model, num_blocks)
         pool = BlockPool(num_blocks)
         host = HostTier(host_slots, HostArena(kv_cache, host_slots)) if host_slots else None
@@ -84,7 +94,8 @@ class BenchEngine:
             block_size=BLOCK_SIZE,
             vocab_size=model.config.vocab_size,
             max_model_len=min(CONTEXT, num_blocks * BLOCK_SIZE),
-            chunk_budget_tokens=CHUNK_TOKENS,
+            chunk_budget_tokens=chunk_tokens,
+            step_target_s=step_target_s,
             max_running=64,
             max_waiting=1024,
             rates=rates,
@@ -105,13 +116,21 @@ class BenchEngine:
     def run(self) -> float:
         """Until nothing is left to do; returns the seconds."""
         began = time.perf_counter()
-        while scheduled := self._scheduler.schedule(0.0):
-            self._scheduler.complete(self._runner.execute(scheduled), 0.0)
-            self.trace.num_computed_tokens += sum(len(s.token_ids) for s in scheduled)
-            self._hear(time.perf_counter() - began)
+        while self.step():
+            self.hear(time.perf_counter() - began)
         return time.perf_counter() - began
 
-    def _hear(self, now: float) -> None:
+    def step(self) -> int:
+        """Tokens that it computed; 0: there was nothing to do."""
+        scheduled = self._scheduler.schedule(time.perf_counter())
+        if scheduled:
+            self._scheduler.complete(self._runner.execute(scheduled), time.perf_counter())
+        num_tokens = sum(len(s.token_ids) for s in scheduled)
+        self.trace.num_computed_tokens += num_tokens
+        return num_tokens
+
+    def hear(self, now: float) -> None:
+        """Take in what the last step brought about, at `now`."""
         news = self._scheduler.take_news(None)
         if news is None:
             return
@@ -192,6 +211,35 @@ def sessions(model: Model, rates: CostRates, *, num_blocks: int, chats: int, tur
     typer.echo(f"texts equal: {texts[0] == texts[1]}")
 
 
+def mixed(model: Model, rates: CostRates) -> None:
+    """Steps while 8 streams decode and four prompts of 1,024 tokens are computed one after the other."""
+    typer.echo("\nmixed: 8 streams beside prompts of 1,024 tokens")
+    typer.echo(f"{'':<26}{'step p50 ms':>13}{'p95 ms':>9}{'prompt tokens/s':>17}{'last budget':>13}")
+    for name, target_s, ceiling in (
+        ("256 tokens a step", 0.0, 256),
+        ("target 50 ms", 0.05, 1024),
+        ("target 25 ms", 0.025, 1024),
+    ):
+        chance = random.Random(5)
+        engine = BenchEngine(model, 1024, 0, rates, choose_victim, target_s, ceiling)
+        for i in range(8):
+            engine.add(f"s{i}", random_prompt(chance, 128, model.config.vocab_size), 1024)
+        for _ in range(48):
+            engine.step()
+        for i in range(4):
+            engine.add(f"p{i}", random_prompt(chance, 1024, model.config.vocab_size), 1)
+        times_ms, num_chunk_tokens = [], 0
+        while (began := time.perf_counter()) and (num_tokens := engine.step()) > 8:
+            times_ms.append((time.perf_counter() - began) * 1e3)
+            num_chunk_tokens += num_tokens - 8
+            engine.hear(0.0)
+        p95 = statistics.quantiles(times_ms, n=20)[-1]
+        speed = num_chunk_tokens / sum(times_ms) * 1e3
+        typer.echo(
+            f"{name:<26}{statistics.median(times_ms):>13.1f}{p95:>9.1f}{speed:>17.0f}{engine.load.chunk_budget_tokens:>13}"
+        )
+
+
 def main(
     model: Annotated[Path, typer.Option(help="a Hugging Face folder")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
@@ -212,6 +260,7 @@ def main(
     typer.echo(f"{dtype}, {threads} threads, {rates}")
     pressure(native, rates, num_blocks=blocks, streams=streams, output_tokens=output_tokens)
     sessions(native, rates, num_blocks=blocks // 2, chats=chats, turns=turns)
+    mixed(native, rates)
 
 
 if __name__ == "__main__":
