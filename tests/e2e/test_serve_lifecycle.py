@@ -22,7 +22,7 @@ from tests.processes import all_gone, becomes_true, descendants
 
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
-SMALL = ("--set", f"kv_cache_bytes={16 << 20}")
+SMALL = ("--set", "check_when_idle=true", "--set", f"kv_cache_bytes={16 << 20}")
 
 
 class Serve:
