@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Final
 
+from common import heap
 from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
@@ -25,6 +26,7 @@ MAX_CHUNK_TOKENS: Final = 1024
 async def run(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Raises StartupError, before anything listens, where it can't start."""
     loaded = load(settings)
+    heap.settle()
     with stop_on_signals() as stop:
         await serve(settings, loaded, stop)
 

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from common import heap
 from common.config import Settings
 from common.engine.engine_thread import Inbox
 from common.kvcache.block_pool import BlockPool
@@ -27,6 +28,7 @@ from prefill_service.scheduler import PrefillScheduler
 async def run(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Raises StartupError, before anything listens, where it can't start."""
     loaded = load(settings)
+    heap.settle()
     with stop_on_signals() as stop:
         await serve(settings, loaded, stop)
 

@@ -22,6 +22,7 @@ from typing import Final
 
 from redis.asyncio import Redis
 
+from common import heap
 from common.config import Settings
 from common.errors import BatonError, ErrorKind, StartupError
 from common.redis_client import RedisTimeouts, connect
@@ -76,6 +77,7 @@ async def run(settings: Settings) -> None:
     try:
         async with serve(settings) as router:
             _log.info("router is listening", http=router.http_url, grpc=router.grpc_address, model=router.model.name)
+            heap.settle()
             await stop.wait()
             _log.info("router is stopping", in_flight=router.dispatcher.num_in_flight)
     finally:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 from common.sampling_params import SamplingParams
@@ -86,35 +88,39 @@ class Batch:
 
 
 def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
-    """Flatten `scheduled` (not empty) into tensors. O(T + S·B)."""
-    lengths = torch.tensor([len(s.token_ids) for s in scheduled], dtype=torch.int32)
-    query_start = torch.zeros(len(scheduled) + 1, dtype=torch.int32)
-    torch.cumsum(lengths, 0, out=query_start[1:])
-    starts = torch.tensor([s.start for s in scheduled], dtype=torch.int64)
-    widest = max(len(s.block_table) for s in scheduled)
-    block_tables = torch.tensor(
-        [list(s.block_table) + [0] * (widest - len(s.block_table)) for s in scheduled], dtype=torch.int32
-    )
-    owner = torch.repeat_interleave(torch.arange(len(scheduled)), lengths)
-    offset_in_chunk = torch.arange(owner.numel()) - query_start[:-1].long()[owner]
-    positions = starts[owner] + offset_in_chunk
-    block_ids = block_tables[owner, positions // block_size].long()
+    """Flatten `scheduled` (not empty) into tensors. O(T + S·B).
+
+    In numpy: a step has a dozen of these small operations, and each costs torch several times as much.
+    """
+    num_sequences = len(scheduled)
+    lengths = np.fromiter((len(s.token_ids) for s in scheduled), np.int64, num_sequences)
+    starts = np.fromiter((s.start for s in scheduled), np.int64, num_sequences)
+    query_start = np.zeros(num_sequences + 1, np.int32)
+    np.cumsum(lengths, out=query_start[1:])
+    block_tables = np.zeros((num_sequences, max(len(s.block_table) for s in scheduled)), np.int32)
+    for row, s in zip(block_tables, scheduled, strict=True):
+        row[: len(s.block_table)] = s.block_table
+    num_tokens = int(query_start[-1])
+    owner = np.repeat(np.arange(num_sequences), lengths)
+    positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lengths)
+    block_ids = block_tables[owner, positions // block_size].astype(np.int64)
+    token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in scheduled), np.int64, num_tokens)
     return Batch(
-        token_ids=torch.tensor([t for s in scheduled for t in s.token_ids], dtype=torch.int64).to(device),
-        positions=positions.to(device),
-        slot_mapping=(block_ids * block_size + positions % block_size).to(device),
-        query_start=query_start.to(device),
-        seq_lens=(starts.to(torch.int32) + lengths).to(device),
-        block_tables=block_tables.to(device),
-        logits_rows=_logits_rows(scheduled, query_start).to(device),
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size).to(device),
+        query_start=torch.from_numpy(query_start).to(device),
+        seq_lens=torch.from_numpy((starts + lengths).astype(np.int32)).to(device),
+        block_tables=torch.from_numpy(block_tables).to(device),
+        logits_rows=torch.from_numpy(_logits_rows(scheduled, query_start)).to(device),
     )
 
 
-def _logits_rows(scheduled: Sequence[ScheduledSequence], query_start: torch.Tensor) -> torch.Tensor:
+def _logits_rows(scheduled: Sequence[ScheduledSequence], query_start: np.ndarray) -> np.ndarray:
     """int64 [R]: the last rows of each sequence's chunk, as many as it wants."""
+    ends = query_start[1:].astype(np.int64)
     if all(s.extras is None for s in scheduled):
-        sampled = torch.tensor([s.sampling is not None for s in scheduled], dtype=torch.bool)
-        return (query_start[1:].long() - 1)[sampled]
-    ends = query_start[1:].tolist()
-    rows = [row for s, end in zip(scheduled, ends, strict=True) for row in range(end - s.num_logits_rows, end)]
-    return torch.tensor(rows, dtype=torch.int64)
+        sampled = np.fromiter((s.sampling is not None for s in scheduled), np.bool_, len(scheduled))
+        return ends[sampled] - 1
+    rows = [np.arange(end - s.num_logits_rows, end) for s, end in zip(scheduled, ends, strict=True)]
+    return np.concatenate(rows)

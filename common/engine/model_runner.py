@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.batch import ScheduledSequence, build_batch
+from common.engine.batch import Batch, ScheduledSequence, build_batch
 from common.engine.extras import not_finite, sample_with_extras
 from common.engine.runner import SampledExtras, StepResult
 from common.engine.sampler import Sampler
 from common.kvcache.kv_cache import TORCH_DTYPES, KvCache
-from common.model.interface import Model
+from common.model.interface import GreedyModel, Model
 from common.sampling_params import SamplingParams
 
 
@@ -24,6 +24,7 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._sampler = Sampler()
+        self._greedy_model = model if isinstance(model, GreedyModel) else None
 
     def execute(self, scheduled: Sequence[ScheduledSequence]) -> StepResult:
         """See Runner.execute. A row of logits that isn't finite fails its own sequence only."""
@@ -33,17 +34,24 @@ class ModelRunner:
             if copies := [s.copy for s in scheduled if s.copy is not None]:
                 self._kv_cache.copy_blocks(copies)
             batch = build_batch(scheduled, self._kv_cache.layout.block_size, self._kv_cache.device)
-            logits = self._model.forward(batch, self._kv_cache)
             if any(s.extras is not None for s in scheduled):
-                return sample_with_extras(self._sampler, scheduled, logits)
-            sampling = [(s.sampling, s.output_index) for s in scheduled if s.sampling is not None]
-            drawn = self._sampler.sample(logits, [params for params, _ in sampling], [i for _, i in sampling])
+                return sample_with_extras(self._sampler, scheduled, self._model.forward(batch, self._kv_cache))
+            drawn = self._draw(batch, scheduled)
         tokens = iter(drawn)
         token_ids = [None if s.sampling is None else next(tokens) for s in scheduled]
         if None not in drawn:
             return StepResult(token_ids)
         failed = (i for i, s in enumerate(scheduled) if s.sampling is not None and token_ids[i] is None)
         return StepResult(token_ids, {i: SampledExtras(error=not_finite()) for i in failed})
+
+    def _draw(self, batch: Batch, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+        """One token a row of batch.logits_rows; None where the row isn't finite."""
+        sampling = [(s.sampling, s.output_index) for s in scheduled if s.sampling is not None]
+        if self._greedy_model is not None and all(_takes_largest(params) for params, _ in sampling):
+            best: list[int] = self._greedy_model.forward_greedy(batch, self._kv_cache)[1].tolist()
+            return [None if token == -1 else token for token in best]
+        logits = self._model.forward(batch, self._kv_cache)
+        return self._sampler.sample(logits, [params for params, _ in sampling], [i for _, i in sampling])
 
     def warm_up(self, num_tokens: int) -> None:
         """Run a chunk of up to `num_tokens` and a decode, so that the first request doesn't pay for lazy set-up.
@@ -58,3 +66,17 @@ class ModelRunner:
         self.execute([ScheduledSequence([0] * num_tokens, 0, block_table[: -(-num_tokens // block_size)], sampling)])
         if room > num_tokens:
             self.execute([ScheduledSequence([0], num_tokens, block_table, sampling)])
+
+
+def _takes_largest(params: SamplingParams) -> bool:
+    """Whether the token is the largest logit's, whatever other fields there are or will be: those that matter to a
+    greedy choice must be at their defaults."""
+    return params.is_greedy and params == SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+    )

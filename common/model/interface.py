@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -29,4 +29,14 @@ class Model(Protocol):
         Every slot that is read was written before, by this or an earlier step. A result's row depends only on its own
         sequence. Called under torch.inference_mode. The returned tensor may be reused by the next call.
         """
+        ...
+
+
+@runtime_checkable
+class GreedyModel(Model, Protocol):
+    """A model that finds the largest logits on its own threads, while they are in its caches."""
+
+    def forward_greedy(self, batch: Batch, kv_cache: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """forward, and each row's token: the index of the largest logit (the first of equals), int64 [R]; -1 where a
+        logit of the row is not finite."""
         ...

@@ -263,6 +263,14 @@ def test_greedy_is_the_first_of_the_largest(model: NativeModel) -> None:
     assert torch.equal(best, logits.argmax(-1))
 
 
+def test_greedy_says_which_rows_are_not_finite(model: NativeModel) -> None:
+    run = Run(model)
+    run.step({0: PROMPT[:5]})
+    run.cache.data.fill_(float("nan"))
+    logits, best = model.forward_greedy(run.batch({0: PROMPT[5:6], 1: PROMPT[:3]}), run.cache)
+    assert best.tolist() == [-1, int(logits[1].argmax())]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

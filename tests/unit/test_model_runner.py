@@ -9,8 +9,11 @@ import torch
 
 from common.engine.batch import ScheduledSequence
 from common.engine.model_runner import ModelRunner
+from common.kernels.cpu.build import NativeUnavailableError
+from common.kernels.cpu.loader import load_native_model
 from common.kvcache.kv_cache import KvCache
 from common.kvcache.layout import KvLayout
+from common.model.interface import Model
 from common.model.llama import LlamaModel
 from common.model.loader import load_model
 from common.sampling_params import SamplingParams
@@ -26,10 +29,21 @@ def model(tiny_model_folder: Path) -> LlamaModel:
     return load_model(tiny_model_folder, torch.float32, CPU)
 
 
-def new_runner(model: LlamaModel, num_blocks: int = 40) -> ModelRunner:
+def native_model(folder: Path) -> Model:
+    try:
+        return load_native_model(folder, torch.float32, 2)
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def new_cache(model: Model, num_blocks: int = 40) -> KvCache:
     config = model.config
     layout = KvLayout(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, "float32")
-    return ModelRunner(model, KvCache(layout, num_blocks, CPU))
+    return KvCache(layout, num_blocks, CPU)
+
+
+def new_runner(model: Model, num_blocks: int = 40) -> ModelRunner:
+    return ModelRunner(model, new_cache(model, num_blocks))
 
 
 def generate(runner: ModelRunner, prompt: list[int], blocks: range, sampling: SamplingParams, count: int) -> list[int]:
@@ -82,6 +96,26 @@ def test_sampled_text_depends_on_seed_and_position_alone(model: LlamaModel) -> N
     tokens = elsewhere.execute([bystander, ScheduledSequence(replayed, 0, table, sampling, 5)]).token_ids
     assert tokens[1] == undisturbed[5]
     assert undisturbed != generate(new_runner(model), PROMPT, range(40), SamplingParams(9, seed=78), 8)
+
+
+def test_a_greedy_token_is_the_same_beside_one_that_is_drawn(tiny_model_folder: Path) -> None:
+    """The native executor finds it where all are greedy, the sampler where one is not."""
+    model = native_model(tiny_model_folder)
+    drawn = ScheduledSequence(PROMPT[2:], 0, [30, 31], SamplingParams(max_tokens=9, seed=1))
+    for length in range(1, len(PROMPT) + 1):
+        greedy = ScheduledSequence(PROMPT[:length], 0, [0, 1], GREEDY)
+        alone, beside = (new_runner(model).execute(step).token_ids for step in ([greedy], [greedy, drawn]))
+        assert alone == beside[:1]
+
+
+def test_greedy_logits_that_are_not_finite_fail_their_own_sequence_only(tiny_model_folder: Path) -> None:
+    model = native_model(tiny_model_folder)
+    cache = new_cache(model)
+    cache.data.fill_(float("nan"))
+    damaged, whole = ScheduledSequence([5], 4, [0, 1], GREEDY), ScheduledSequence(PROMPT, 0, [2, 3], GREEDY)
+    result = ModelRunner(model, cache).execute([damaged, whole])
+    assert result.token_ids == [None, *new_runner(model).execute([whole]).token_ids]
+    assert list(result.extras) == [0]
 
 
 def test_an_empty_step_gives_nothing(model: LlamaModel) -> None:

@@ -117,7 +117,7 @@ class NativeModel:
         return logits
 
     def forward_greedy(self, batch: Batch, kv_cache: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """forward, and the index of each row's largest logit (the first of equals), int64 [R]."""
+        """See GreedyModel.forward_greedy."""
         return self._forward(batch, kv_cache, greedy=True)
 
     def _forward(self, batch: Batch, kv_cache: KvCache, *, greedy: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,7 +59,8 @@ typedef struct {
 } baton_config;
 
 /* One step, as common/engine/batch.py describes it. kv_pool: [num_layers, num_blocks, 2, num_kv_heads, block_size,
- * head_dim] in the model's dtype. logits: [num_logits, vocab_size] f32, written. greedy: [num_logits], may be null. */
+ * head_dim] in the model's dtype. logits: [num_logits, vocab_size] f32, written. greedy: [num_logits] indices of the
+ * rows' largest logits, the first of equals; -1 where a logit is not finite; may be null. */
 typedef struct {
   int32_t num_tokens, num_sequences, table_width, num_logits;
   const int64_t *token_ids, *positions, *slot_mapping;

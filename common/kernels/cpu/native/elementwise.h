@@ -34,14 +34,26 @@ static inline vf silu(vf x) {
   return vdiv(x, vadd(vset(1.0f), vexp2<T>(vmul(x, vset(-1.4426950408889634f)))));
 }
 
-// The index of the largest of n values; the first of equals.
+// The index of the largest of n values, the first of equals; -1 where a value is not finite.
 static inline int64_t argmax(const float* x, int n) {
-  vf best = vset(-INFINITY);
-  for (int i = 0; i < n; i += W) best = vmax(best, vkeep(vload_n(x + i, n - i), n - i, vset(-INFINITY)));
-  const float top = vhmax(best);
-  for (int i = 0; i < n; ++i)
-    if (x[i] == top) return i;
-  return 0;
+  constexpr int RUN = 1024;  // only the run that holds the largest is searched one by one
+  float top = -INFINITY;
+  int at = 0;
+  vf finite = vzero();
+  for (int r = 0; r < n; r += RUN) {
+    const int end = r + RUN < n ? r + RUN : n;
+    vf best = vset(-INFINITY);
+    for (int i = r; i < end; i += W) {
+      const vf v = vkeep(vload_n(x + i, end - i), end - i, vset(-INFINITY));
+      best = vmax(best, v);
+      finite = vfma(vload_n(x + i, end - i), vzero(), finite);
+    }
+    const float highest = vhmax(best);
+    if (highest > top) top = highest, at = r;
+  }
+  if (vsum(finite) != 0.0f) return -1;
+  while (x[at] != top) ++at;
+  return at;
 }
 
 }  // namespace baton
