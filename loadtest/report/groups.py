@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from loadtest.record import Failure, RequestRecord
+from loadtest.report.peak import gaps_at_peak
 from loadtest.slo import Slo
 from loadtest.stats import Samples, jain_index, summarize
 from loadtest.streams import StreamSpec
@@ -20,12 +21,14 @@ _OUTPUT_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LatencySamples:
-    """Seconds, one a request (ttft, tpot, e2e, send_lag) or one a gap between events (itl); successful ones only,
+    """Seconds, one a request (ttft, tpot, e2e, send_lag) or one a gap between events (itl, and those of them while most
+    streams were decoding); successful ones only,
     save for send_lag, which tells of the client."""
 
     ttft: Samples
     ttft_from_send: Samples
     itl: Samples
+    itl_at_peak: Samples
     tpot: Samples
     e2e: Samples
     send_lag: Samples
@@ -38,6 +41,7 @@ def latency_samples(records: Sequence[RequestRecord]) -> LatencySamples:
         ttft=_samples([r.ttft_s for r in served]),
         ttft_from_send=_samples([r.events_s[0] - r.sent_s for r in served]),
         itl=np.concatenate(gaps) if gaps else _samples([]),
+        itl_at_peak=gaps_at_peak(served),
         tpot=_samples([r.tpot_s for r in served]),
         e2e=_samples([r.e2e_s for r in served]),
         send_lag=_samples([r.sent_s - r.intended_s for r in records if r.sent_s]),
@@ -63,6 +67,7 @@ def group_report(records: Sequence[RequestRecord], samples: LatencySamples, span
             "ttft": summarize(samples.ttft, 1e3),
             "ttft_from_send": summarize(samples.ttft_from_send, 1e3),
             "itl": summarize(samples.itl, 1e3),
+            "itl_at_peak": summarize(samples.itl_at_peak, 1e3),
             "tpot": summarize(samples.tpot, 1e3),
             "e2e": summarize(samples.e2e, 1e3),
         },

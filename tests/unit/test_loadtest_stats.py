@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loadtest.errors import BenchError
 from loadtest.record import Failure, RequestRecord
 from loadtest.report.groups import fairness_report, group_report, latency_samples
+from loadtest.report.peak import gaps_at_peak
 from loadtest.slo import Slo, met_fraction, parse_slo
 from loadtest.stats import PERCENTILES, curve, jain_index, summarize
 from loadtest.streams import parse_stream
@@ -192,3 +193,22 @@ def test_a_stream_without_tokens_or_finish_reason_is_a_failure():
     broken = record(tokens=0, failure=Failure.DISCONNECT)
     broken.close(1.0)
     assert broken.failure_name == "disconnect"
+
+
+def _stream(*events_s):
+    made = RequestRecord(index=0, stream=0, turn=0, intended_s=0.0, requested_tokens=len(events_s))
+    made.events_s = array("d", events_s)
+    return made
+
+
+def test_only_gaps_while_most_streams_decode_count_as_full_load():
+    slow_start = _stream(0.0, 5.0, 6.0, 7.0, 8.0)
+    late, later = _stream(4.5, 5.5, 6.5), _stream(20.0, 21.0)
+    # Two at once from 4.5 to 6.5: of `slow_start` that is 5 → 6, of `late` everything, of `later` nothing.
+    assert gaps_at_peak([slow_start, late, later]).tolist() == [1.0, 1.0, 1.0]
+    assert gaps_at_peak([]).tolist() == []
+    assert gaps_at_peak([_stream(3.0)]).tolist() == []
+
+
+def test_a_stream_that_begins_as_another_ends_is_not_at_once_with_it():
+    assert len(gaps_at_peak([_stream(0.0, 1.0, 2.0), _stream(2.0, 3.0, 4.0)])) == 4
