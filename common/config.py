@@ -87,7 +87,7 @@ class Settings(BaseModel):
     )
     prefill_budget_tokens: int = Field(2048, ge=16, description="most tokens a prefill step computes")
     prefill_step_target_ms: float = Field(
-        500.0,
+        200.0,
         ge=0,
         description="a prefill step shall take no longer: its tokens are cut to that; 0: only the bound above",
     )
@@ -113,6 +113,9 @@ class Settings(BaseModel):
     )
     num_threads: int = Field(
         0, ge=0, le=256, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
+    )
+    nice: int = Field(
+        0, ge=0, le=19, description="how far a worker gives way to others on the same cores; `baton serve`: decode 6"
     )
 
     check_when_idle: bool = Field(

@@ -52,6 +52,7 @@ _WORKER_OPTIONS = (
     "kv_cache_bytes",
     "max_running",
     "num_threads",
+    "nice",
     "log_format",
 )
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from common.config import Settings
+from common.cores import give_way
 from common.errors import StartupError
 from common.telemetry import configure_logging, get_logger
 from deploy.cluster_plan import Role
@@ -33,6 +34,7 @@ def run_role(role: Role, settings: Settings) -> NoReturn:
         )
     # Until the part handles signals itself. As a container's first process it would else not hear of them at all.
     signal.signal(signal.SIGTERM, _end_at_once)
+    give_way(settings.nice)
     model = resolve_model(settings.model, lambda line: log.info(line))
     log.info("loading libraries")
     run = _entry(role)
