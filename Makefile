@@ -80,5 +80,5 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 .PHONY: performance
-performance: setup-dev  ## renew docs/PERFORMANCE.md (minutes; PEERS="--vllm VENV --llama-server PATH" measures peers too)
+performance: setup-dev  ## renew docs/performance/table.md (minutes; PEERS="--vllm VENV …" measures peers too)
 	@$(BIN)/python -m loadtest.performance --model "$$($(BIN)/baton model fetch | tail -n 1)" $(PEERS)
