@@ -130,6 +130,8 @@ def render(results: Mapping[str, Mapping[str, float]], command: str) -> str:
     rows = [(READY, "s", True), (MEMORY, "GiB", True)]
     rows += [(f"{c.title}: {f.name}", f.unit, f.lower_is_better) for c in CASES for f in c.figures]
     for name, unit, lower in rows:
+        if name not in results[names[0]]:
+            continue  # its case was not asked for
         mine = results[names[0]][name]
         cells = [f"{results[server][name]:,.4g}" for server in names]
         for peer in names[1:]:
@@ -146,6 +148,7 @@ def main(
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's server")] = None,
     gguf: Annotated[Path | None, typer.Option(help="what it serves, in bfloat16")] = None,
     one_worker: Annotated[bool, typer.Option(help="also Baton with both phases in one worker")] = True,
+    only: Annotated[list[str] | None, typer.Option(help="cases whose title has this in it; may be repeated")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="measured runs a case")] = 3,
     output: Annotated[Path, typer.Option(help="page to write")] = PAGE,
 ) -> None:
@@ -165,10 +168,12 @@ def main(
     if vllm_disaggregated is not None:
         found.append(peers.vllm_disaggregated(model, vllm_disaggregated))
         given.append("--vllm-disaggregated VENV")
+    cases = [case for case in CASES if not only or any(text in case.title for text in only)]
+    given += [f"--only '{text}'" for text in only or ()]
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for server in found:
-            results[server.name] = measure(server, CASES, repeat, Path(folder))
+            results[server.name] = measure(server, cases, repeat, Path(folder))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render(results, f"python -m loadtest.performance {' '.join(given)}"))
     typer.echo(f"wrote {output}")
