@@ -32,12 +32,18 @@ class CachedPrefix:
 
 
 class PrefixIndex:
-    """Reads what workers publish (common/registry.py). Never raises for Redis. clock: monotonic seconds."""
+    """Reads what workers publish (common/registry.py). Never raises for Redis.
 
-    def __init__(self, redis: Redis, cluster: str, clock: Callable[[], float]) -> None:
+    clock: monotonic seconds. timeout_s: how long a request waits for an answer.
+    """
+
+    def __init__(
+        self, redis: Redis, cluster: str, clock: Callable[[], float], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> None:
         self._redis = redis
         self._cluster = cluster
         self._clock = clock
+        self._timeout_s = timeout_s
         self._script = (files(__package__) / "prefix_index.lua").read_text()
         self._digest = sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._paused_until = float("-inf")
@@ -47,7 +53,7 @@ class PrefixIndex:
         """What each of these incarnations holds of the chain, in their order.
 
         packed_hashes: the chain's 16-byte hashes, joined. None where Redis fails or takes longer than
-        LOOKUP_TIMEOUT_S, and for a while after that.
+        timeout_s, and for a while after that.
         """
         if not packed_hashes or not workers:
             return [CachedPrefix(0, 0)] * len(workers)
@@ -55,7 +61,7 @@ class PrefixIndex:
             self.num_skipped += 1
             return None
         try:
-            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 found = await self._evaluate(workers, packed_hashes)
             self.num_answered += 1
             return found

@@ -41,6 +41,7 @@ def settings(tiny_model_folder: Path, redis_url: str) -> Settings:
         kv_cache_bytes=1 << 20,
         prefill_budget_tokens=48,
         local_prefill_max_tokens=0,
+        auth="anonymous",
         max_running=16,
         num_threads=1,
         landing_slots=4,

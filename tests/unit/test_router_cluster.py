@@ -332,11 +332,10 @@ async def test_the_index_gives_no_answer_while_redis_is_away_and_asks_again_late
     assert await index.lookup([], b"h" * 16) == []
 
 
-async def test_the_index_never_holds_a_request_up_for_long(monkeypatch):
+async def test_the_index_never_holds_a_request_up_for_long():
     class Silent:
         async def evalsha(self, *arguments):
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("router.cluster.prefix_index.LOOKUP_TIMEOUT_S", 0.0)
-    index = PrefixIndex(Silent(), "c", time.monotonic)
+    index = PrefixIndex(Silent(), "c", time.monotonic, timeout_s=0.0)
     assert await index.lookup([make_record("d0", "decode")], b"h" * 16) is None
