@@ -48,12 +48,8 @@ class Placement:
     ttft_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    cost_s: float
-    ttft_s: float
-    prefill: WorkerLoad | None
-    decode: WorkerLoad
+# Cost and predicted time to first token, in seconds; prefill worker, if any; decode worker.
+_Option = tuple[float, float, WorkerLoad | None, WorkerLoad]
 
 
 def choose(
@@ -74,34 +70,35 @@ def choose(
     for decode in few_decodes:
         cost = decode_cost(request, decode, decode.rates or decode_rates, only=not few_prefills)
         for option in _options(decode, cost, priced_prefills):
-            if option.cost_s < least - TIE_S:
-                best, least = [option], option.cost_s
-            elif option.cost_s <= least + TIE_S:
+            if option[0] < least - TIE_S:
+                best, least = [option], option[0]
+            elif option[0] <= least + TIE_S:
                 best.append(option)
     return _placement(rng.choice(best))
 
 
 def _options(decode: WorkerLoad, cost: DecodeCost, prefills: Sequence[tuple[WorkerLoad, PrefillCost]]) -> list[_Option]:
     """Every way to use this decode worker."""
-    options = []
-    if cost.local is not None:
-        ttft_s = cost.ttft_s + cost.local.work_s
-        options.append(_Option(ttft_s + cost.local.harm_s + cost.local.capacity_s + cost.other_s, ttft_s, None, decode))
+    base_s, ttft_s, transfer_s = cost.ttft_s + cost.other_s, cost.ttft_s, cost.transfer_s
+    options: list[_Option] = []
     for prefill, work in prefills:
-        ttft_s = cost.ttft_s + work.work_s
-        handoff_s = max(0.0, cost.transfer_s - work.computing_s)
-        options.append(_Option(ttft_s + handoff_s + work.capacity_s + cost.other_s, ttft_s, prefill, decode))
+        total_s = base_s + work.work_s + work.capacity_s
+        if transfer_s > work.computing_s:
+            total_s += transfer_s - work.computing_s
+        options.append((total_s, ttft_s + work.work_s, prefill, decode))
+    if (local := cost.local) is not None:
+        options.append((base_s + local.work_s + local.harm_s + local.capacity_s, ttft_s + local.work_s, None, decode))
     return options
 
 
 def _placement(option: _Option) -> Placement:
-    prefill, decode = option.prefill, option.decode
+    _, ttft_s, prefill, decode = option
     return Placement(
         prefill_id=prefill.worker_id if prefill else None,
         decode_id=decode.worker_id,
         prefill_cached_tokens=prefill.num_cached_tokens + prefill.num_host_cached_tokens if prefill else 0,
         decode_cached_tokens=decode.num_cached_tokens + decode.num_host_cached_tokens,
-        ttft_s=option.ttft_s,
+        ttft_s=ttft_s,
     )
 
 

@@ -33,8 +33,8 @@ def test_a_routers_grpc_port_is_open_and_serving(cluster: ComposeCluster, router
 
 
 def test_kv_crosses_the_border_of_containers_by_tcp(cluster: ComposeCluster) -> None:
-    """A prompt of its own: no worker may have it in its cache."""
-    messages = [{"role": "user", "content": " ".join(f"Word number {i}." for i in range(60))}]
+    """A prompt of its own, which no worker has in its cache, and too long for a decode worker to compute it itself."""
+    messages = [{"role": "user", "content": " ".join(f"Word number {i}." for i in range(300))}]
     with cluster.client("router-1") as client:
         client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, temperature=0)
     lanes = [line["lanes"] for name in PREFILL for line in cluster.events(name, "transfer channel opened")]
