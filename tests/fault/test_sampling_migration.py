@@ -23,7 +23,9 @@ BODY = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    # Slow enough that a stream lasts seconds.
+    size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "head_dim": 64}
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", **size)
     settings = ["--decode", "2", "--set", f"kv_cache_bytes={16 << 20}"]
     yield from start_cluster(tmp_path_factory.mktemp("migration"), folder, *settings)
 
@@ -37,9 +39,8 @@ def process_of(cluster: Cluster, worker: WorkerRecord) -> psutil.Process:
     )
 
 
-def busy_decode_worker(cluster: Cluster) -> WorkerRecord:
-    decodes = [w for w in cluster.workers() if w.role == "decode"]
-    return next(w for w in decodes if cluster.gauges(w.metrics_url)["baton_requests_running"] > 0)
+def is_busy(cluster: Cluster, worker: WorkerRecord) -> bool:
+    return cluster.gauges(worker.metrics_url)["baton_requests_running"] > 0
 
 
 def test_choices_survive_their_workers_death_token_for_token(cluster):
@@ -48,6 +49,7 @@ def test_choices_survive_their_workers_death_token_for_token(cluster):
     request = urllib.request.Request(f"{cluster.url}/v1/completions", body, {"content-type": "application/json"})
     tokens: dict[int, list[int]] = defaultdict(list)
     logprobs: dict[int, list[float]] = defaultdict(list)
+    decodes = [(w, process_of(cluster, w)) for w in cluster.workers() if w.role == "decode"]
     killed = False
     with urllib.request.urlopen(request, timeout=60) as answer:
         for line in answer:
@@ -59,7 +61,7 @@ def test_choices_survive_their_workers_death_token_for_token(cluster):
                 tokens[choice["index"]] += choice["token_ids"]
                 logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
             if not killed and min(len(tokens[i]) for i in range(3)) >= 30:
-                process_of(cluster, busy_decode_worker(cluster)).kill()
+                next(process for worker, process in decodes if is_busy(cluster, worker)).kill()
                 killed = True
     assert killed
     assert [tokens[i] for i in range(3)] == [choice["token_ids"] for choice in undisturbed]
