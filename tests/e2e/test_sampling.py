@@ -12,6 +12,7 @@ import grpc
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from baton.common.v1 import common_pb2
@@ -229,3 +230,22 @@ def test_what_cannot_be_sampled_is_refused_by_name(tiny, fields, param):
         complete(tiny[0], **fields)
     assert caught.value.code == 400
     assert json.loads(caught.value.read())["error"]["param"] == param
+
+
+def test_the_real_models_logprobs_are_transformers(cluster, model_folder):
+    """Greedy and sampled, of prompt and output, in float32."""
+    name = cluster.workers()[0].model_name
+    body = {"model": name, "prompt": "The lighthouse keeper counted the ships each evening", "max_tokens": 12}
+    asked = {**body, "logprobs": 5, "prompt_logprobs": 0, "return_token_ids": True, "temperature": 0.8, "seed": 4}
+    answer = post(f"{cluster.url}/v1/completions", asked)["choices"][0]
+    prompt = [int(next(iter(entry))) for entry in answer["prompt_logprobs"][1:]]
+    told = [next(iter(entry.values()))["logprob"] for entry in answer["prompt_logprobs"][1:]]
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    tokens = [*tokenizer.encode(body["prompt"]).ids, *answer["token_ids"]]
+    assert tokens[1 : len(prompt) + 1] == prompt
+    torch.set_num_threads(1)
+    expected = reference_logprobs(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), tokens)
+    own = [row[t].item() for row, t in zip(expected, tokens[1:], strict=True)]
+    assert told + answer["logprobs"]["token_logprobs"] == pytest.approx(own, abs=1e-3)
+    for row, top in zip(expected[len(prompt) :], answer["logprobs"]["top_logprobs"], strict=True):
+        assert sorted(top.values(), reverse=True)[:5] == pytest.approx(row.topk(5).values.tolist(), abs=1e-3)
