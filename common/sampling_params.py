@@ -51,13 +51,11 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether tokens are drawn from other logits than the model's own."""
-        return (
-            bool(self.logit_bias)
-            or self.min_tokens > 0
-            or self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
+        return bool(self.logit_bias) or self.min_tokens > 0 or self.has_penalties
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def needs_extras(self) -> bool:

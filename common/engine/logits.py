@@ -11,9 +11,9 @@ frequency and presence: OpenAI's, over the output alone.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from common.logprobs import TokenLogprobs
@@ -35,15 +35,16 @@ def adjusted(
         row[list(ids)] += torch.tensor(values, dtype=row.dtype, device=row.device)
     if output_index < params.min_tokens and params.stop_token_ids:
         row[list(params.stop_token_ids)] = -math.inf
+    if not params.has_penalties:
+        return row
+    tokens = np.array(token_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(token_ids)), device=row.device)
-        values_seen = row[seen]
-        penalty = params.repetition_penalty
+        seen = torch.from_numpy(tokens).to(row.device)  # repeated ones are written repeatedly, with the same value
+        values_seen, penalty = row[seen], params.repetition_penalty
         row[seen] = torch.where(values_seen > 0, values_seen / penalty, values_seen * penalty)
-    if (params.frequency_penalty or params.presence_penalty) and len(token_ids) > num_prompt_tokens:
-        counted = Counter(token_ids[num_prompt_tokens:])
-        counts = torch.tensor(list(counted.values()), dtype=row.dtype, device=row.device)
-        row[list(counted)] -= params.frequency_penalty * counts + params.presence_penalty
+    if (params.frequency_penalty or params.presence_penalty) and len(tokens) > num_prompt_tokens:
+        said, counts = map(torch.from_numpy, np.unique(tokens[num_prompt_tokens:], return_counts=True))
+        row[said.to(row.device)] -= params.frequency_penalty * counts.to(row) + params.presence_penalty
     return row
 
 
