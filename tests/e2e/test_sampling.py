@@ -117,6 +117,20 @@ def test_each_of_n_choices_is_a_request_of_its_own_with_the_derived_seed(tiny, l
     assert tokens_of(complete(cluster, n=4, **body)) == alone, "and again, with everything cached"
 
 
+def test_choices_are_the_same_where_the_decode_worker_prefills_itself(tiny, tmp_path):
+    body = {"n": 4, "frequency_penalty": 0.5, "logprobs": 1, "prompt_logprobs": 1, **SAMPLED}
+    apart = complete(tiny[0], **body)["choices"]
+    for local in start_cluster(tmp_path, tiny[1], "--prefill", "0", "--set", f"kv_cache_bytes={16 << 20}"):
+        together = complete(local, **body)["choices"]
+    assert [c["token_ids"] for c in together] == [c["token_ids"] for c in apart]
+    for mine, theirs in zip(together, apart, strict=True):
+        told, expected = mine["logprobs"]["token_logprobs"], theirs["logprobs"]["token_logprobs"]
+        assert told == pytest.approx(expected, abs=1e-3)
+    assert [next(iter(e.values()))["logprob"] for e in together[0]["prompt_logprobs"][1:]] == pytest.approx(
+        [next(iter(e.values()))["logprob"] for e in apart[0]["prompt_logprobs"][1:]], abs=1e-3
+    )
+
+
 def test_best_of_shows_the_likeliest_by_mean_logprob(tiny):
     cluster = tiny[0]
     made = complete(cluster, n=6, logprobs=0, **SAMPLED)["choices"]
