@@ -169,6 +169,11 @@ class Settings(BaseModel):
     )
 
     @property
+    def pull_slots(self) -> int:
+        """Of the second landing ring, or second staging, that a worker has for pulls: a quarter of the first's."""
+        return max(2, self.landing_slots // 4) if self.pull_prefixes == "auto" else 0
+
+    @property
     def dial_host(self) -> str:
         return self.advertise_host or self.host
 

@@ -16,7 +16,7 @@ from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
 from common.worker.lending import make_lender
 from common.worker.loading import LoadedModel, load
 from decode_service.scheduler import DecodeScheduler
-from kv_transfer.build import make_receiver, make_sender, pull_slots
+from kv_transfer.build import make_receiver, make_sender
 from kv_transfer.metrics import PullCollector, ReceiverCollector
 
 # Prompt tokens that a step may compute beside the decodes, which wait for them: itl_target_ms says how many of these.
@@ -58,7 +58,7 @@ async def serve(
                 config, pool, loaded.prefix_cache(pool), receiver, info.grpc_address, identity, inbox.put, secret
             )
             if lends:
-                sender = make_sender(settings, loaded.kv_cache, loaded.fmt, identity, pull_slots(settings))
+                sender = make_sender(settings, loaded.kv_cache, loaded.fmt, identity, settings.pull_slots)
                 await sender.start()
                 stack.push_async_callback(sender.close)
                 scheduler.lend_by(sender, inbox.put)

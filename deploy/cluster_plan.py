@@ -91,7 +91,7 @@ def memory_need(settings: Settings, *, weights_file_bytes: int, file_dtype: str)
     return MemoryNeed(
         weights_bytes=int(weights_file_bytes * ratio),
         kv_cache_bytes=settings.kv_cache_bytes,
-        landing_bytes=settings.landing_slots * settings.landing_slot_bytes,
+        landing_bytes=(settings.landing_slots + settings.pull_slots) * settings.landing_slot_bytes,
         num_workers=settings.prefill + settings.decode,
     )
 

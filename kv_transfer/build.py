@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from common.config import Settings
 from common.kvcache.layout import KvStore
 from common.rpc.worker_messages import WorkerIdentity
@@ -11,10 +9,6 @@ from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.transport.select import make_transport
 from kv_transfer.types import KvFormat
-
-# What a pull may hold is a part of what the transfers from prefill to decode have.
-PULL_SHARE: Final = 4
-MIN_PULL_SLOTS: Final = 2
 
 
 def make_sender(settings: Settings, store: KvStore, fmt: KvFormat, identity: WorkerIdentity, slots: int) -> KvSender:
@@ -45,8 +39,3 @@ def make_receiver(
         lease_s=settings.transfer_lease_s,
         require_transport=settings.require_transport,
     )
-
-
-def pull_slots(settings: Settings) -> int:
-    """Of the second ring, or second staging, that a worker has for pulls."""
-    return max(MIN_PULL_SLOTS, settings.landing_slots // PULL_SHARE)

@@ -16,7 +16,7 @@ from common.worker.binding import TRANSFER_SERVICE, Binding, bind
 from common.worker.host import OnReady, WorkerHost, WorkerParts, stop_on_signals
 from common.worker.lending import make_lender
 from common.worker.loading import LoadedModel, load
-from kv_transfer.build import make_receiver, make_sender, pull_slots
+from kv_transfer.build import make_receiver, make_sender
 from kv_transfer.lender import Lender
 from kv_transfer.metrics import PullCollector, SenderCollector
 from kv_transfer.puller import Puller
@@ -88,7 +88,7 @@ class _Pulling:
     ) -> _Pulling:
         """Adds TransferService to the worker's server. Raises StartupError."""
         layout, info = loaded.fmt.layout, binding.info
-        receiver = make_receiver(settings, loaded.kv_cache, loaded.fmt, identity, pull_slots(settings))
+        receiver = make_receiver(settings, loaded.kv_cache, loaded.fmt, identity, settings.pull_slots)
         lender = make_lender(info, inbox)
         receiver.add_to_server(binding.server.server, lender)
         await receiver.start()

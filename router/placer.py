@@ -178,7 +178,13 @@ class Placer:
     def _load(self, session: WorkerSession, known: _Known) -> WorkerLoad:
         prefix = known.prefixes.get(session.record.worker_id, _NOTHING)
         on_device = prefix.device_blocks * self._block_size
-        return session.load(on_device, prefix.blocks * self._block_size - on_device)
+        load = session.load(on_device, prefix.blocks * self._block_size - on_device)
+        if session.record.block_size == self._block_size:
+            return load
+        # Of another size: counted in blocks of ours.
+        ratio = session.record.block_size / self._block_size
+        num_blocks, num_free = int(load.num_blocks * ratio), int(load.num_free_blocks * ratio)
+        return replace(load, num_blocks=num_blocks, num_free_blocks=num_free)
 
     async def _known_prefixes(self, packed_hashes: bytes) -> _Known:
         """For all that could be chosen. Where the index is away, what this router remembers must do."""

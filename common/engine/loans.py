@@ -8,8 +8,9 @@ Each loan is bounded by its own deadline and by the transfer channel's lease. En
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, Protocol
 
 from common.engine.messages import LendCommand, LoanEnded
@@ -89,7 +90,7 @@ class Loans:
         if command.transfer_id in self._loans:
             raise BatonError(ErrorKind.INTERNAL, f"pull {command.transfer_id} is served already")
         room = self._pool.num_blocks // MAX_SHARE - sum(1 for _ in self.pinned_block_ids())
-        block_ids = self._cache.match(command.block_hashes[: max(0, room)])
+        block_ids = self._take(command.block_hashes[: max(0, room)])
         if not block_ids:
             raise BatonError(ErrorKind.LEASE_LOST, "the prefix is not here any more, or too much of the pool is lent")
         try:
@@ -102,6 +103,20 @@ class Loans:
         num_tokens = command.target.num_cached_tokens + len(block_ids) * self._block_size
         transfer.commit(Handoff(num_tokens, 0))
         return len(block_ids)
+
+    def _take(self, hashes: Sequence[bytes]) -> list[int]:
+        """The longest leading run that is cached, one reference each. What only the host tier has comes back into the
+        pool, unless blocks are scarce."""
+        known = list(takewhile(self._is_cached, hashes))
+        taken = self._cache.allocate(known, len(known), keep_free=self._pool.num_blocks // MAX_SHARE) if known else None
+        if taken is None:
+            return self._cache.match(hashes)
+        self._pool.release(taken.block_ids[taken.num_cached :])
+        return taken.block_ids[: taken.num_cached]
+
+    def _is_cached(self, block_hash: bytes) -> bool:
+        host = self._cache.host
+        return self._cache.block_of(block_hash) is not None or (host is not None and block_hash in host)
 
     def _open(self, sender: TransferOpener, command: LendCommand, num_blocks: int, now: float) -> OutgoingTransfer:
         transfer_id, post = command.transfer_id, self._post

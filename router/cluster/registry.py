@@ -28,14 +28,16 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What a worker must share with this router to be of use."""
+    """What a worker must share with this router to be of use. Prefill workers may have blocks of another size: decode
+    workers take their KV in any (docs/decisions/0035); only their prefixes are found in no index then."""
 
     model_fingerprint: str
     block_size: int
 
     def mismatch(self, record: WorkerRecord) -> str | None:
         """One line naming the field and both values, or None."""
-        for field in ("model_fingerprint", "block_size"):
+        fields = ("model_fingerprint",) if record.role == "prefill" else ("model_fingerprint", "block_size")
+        for field in fields:
             mine, theirs = getattr(self, field), getattr(record, field)
             if mine != theirs:
                 return f"{field}: {mine!r} here, {theirs!r} there"

@@ -63,6 +63,7 @@ async def sending(
     idle_close_s: float = 60.0,
     fingerprint: str = "model-a",
     staging_slot_bytes: int = 4096,
+    require_transport: str = "any",
 ) -> AsyncIterator[KvSender]:
     inner = transport_of(transport)
     sender = KvSender(
@@ -74,6 +75,7 @@ async def sending(
         staging_slot_bytes=staging_slot_bytes,
         lease_s=lease_s,
         idle_close_s=idle_close_s,
+        require_transport=require_transport,
     )
     await sender.start()
     try:
@@ -419,6 +421,24 @@ async def test_who_shows_no_secret_of_a_reservation_is_not_told_where_to_put(dec
                 await call.read()
             assert caught.value.code() is grpc.StatusCode.ABORTED
     await away(decode.ask, "release", "someone's", [3])
+
+
+async def test_a_lane_that_is_not_of_the_kind_required_is_refused_and_both_are_named() -> None:
+    """This host has shared memory, so the sender starts; the peer does not offer it: a silent fallback else."""
+    with remote_decode(DecodeOptions(transport="ucx tcp")) as decode:
+        target = await away(decode.reserve, "t", [1])
+        async with sending(NumpyKvStore(SMALL, 64, seed=23), require_transport="shm") as sender:
+            error = await Outbound(sender, "t", target, 1).error()
+            assert error.kind is ErrorKind.INTERNAL
+            assert "require_transport is shm, what is there is tcp/lo" in error.message
+
+
+async def test_transports_that_differ_are_refused_and_both_are_named(decode: RemoteDecode) -> None:
+    target = await away(decode.reserve, "other-transport", [1])
+    async with sending(NumpyKvStore(SMALL, 64, seed=24), transport="sockets") as sender:
+        error = await Outbound(sender, "other-transport", target, 1).error()
+        assert "'sockets' here, 'ucx' there" in error.message
+    await away(decode.ask, "release", "other-transport", [1])
 
 
 async def test_garbage_instead_of_a_hello_is_refused(decode: RemoteDecode) -> None:

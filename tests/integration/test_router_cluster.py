@@ -17,6 +17,7 @@ from common.kvcache.block_hash import chain_hashes
 from common.registry import blocks_key, host_blocks_key
 from router.app import serve
 from router.cluster.prefix_index import CachedPrefix, PrefixIndex
+from tests.fakes.mock_worker import scripted_token
 from tests.fakes.router_cluster import CLUSTER, mock_cluster, streamed
 from tests.fakes.router_parts import make_record
 from tests.fakes.tiny_folder import make_tiny_folder
@@ -106,6 +107,16 @@ async def test_workers_of_another_model_are_left_alone(folder):
         assert {s.record.worker_id for s in cluster.router.fleet.sessions("decode")} == {good.worker_id}
         for worker in (foreign, wide, good):
             await worker.kill()
+
+
+async def test_a_prefill_worker_with_blocks_of_another_size_serves(folder):
+    async with mock_cluster(folder, prefill=0) as cluster:
+        wide = await cluster.add_worker("prefill", block_size=32)
+        await cluster.connected(wide)
+        answer = await cluster.complete(prompt=[5, 6, 7], max_tokens=4, return_token_ids=True)
+        assert answer["choices"][0]["token_ids"] == [scripted_token([5, 6, 7], i) for i in range(4)]
+        assert len(wide.seen) == 1
+        await wide.kill()
 
 
 async def test_the_longest_cached_prefix_draws_the_request_unless_its_worker_is_busier(folder):

@@ -196,3 +196,19 @@ def test_a_context_that_cannot_be_had_is_refused_before_anything_starts(settings
     tight = settings.model_copy(update={"max_model_len": 512, "block_size": 256, "kv_cache_bytes": 1 << 16})
     with pytest.raises(StartupError, match="set kv_cache_bytes higher"):
         load(tight)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("transport", ["ucx", "sockets"])
+async def test_a_worker_without_the_lane_that_is_required_does_not_start_and_names_both(
+    settings, loaded, role, transport
+):
+    demanding = settings.model_copy(update={"require_transport": "rdma", "transfer_transport": transport})
+    with pytest.raises(StartupError, match=r"require_transport is rdma, what is there is \S+/\S+"):
+        await start_worker(role, demanding, loaded)
+
+
+async def test_a_worker_that_others_could_reach_starts_only_where_that_network_is_trusted_by_name(settings, loaded):
+    exposed = settings.model_copy(update={"host": "0.0.0.0"})
+    with pytest.raises(StartupError, match="plaintext-trusted-network"):
+        await start_worker("decode", exposed, loaded)

@@ -75,14 +75,14 @@ def test_memory_counts_the_dtype_that_runs():
     assert (need.weights_bytes, need.num_workers) == (200, 3)
 
 
-def test_memory_counts_the_landing_ring():
+def test_memory_counts_the_landing_ring_and_that_of_pulls():
     small, large = (
         memory_need(
             resolve_settings({"landing_slots": n}, environ={}).settings, weights_file_bytes=100, file_dtype="float32"
         )
-        for n in (2, 1002)
+        for n in (8, 1008)
     )
-    assert large.total_bytes - small.total_bytes == 2 * 1000 * MIB
+    assert large.total_bytes - small.total_bytes == 2 * 1250 * MIB
 
 
 @pytest.mark.parametrize("key", ["landing_slots", "landing_slot_bytes", "num_threads"])

@@ -126,6 +126,23 @@ def test_cached_blocks_are_lent_and_stay_until_nothing_reads_them():
     assert p.scheduler._num_dropped_events_total == 1
 
 
+def test_what_was_evicted_to_host_memory_is_lent_from_there():
+    p = Prefill(num_blocks=32, host_slots=32, max_model_len=128, chunk_budget_tokens=256)
+    for name, prompt in (("a", PROMPT), ("b", [7] * 120)):
+        p.round(prefill(make_spec(name, prompt)))
+        p.transfer(name).end(STATS)
+        p.round()
+    hashes = chain_hashes(SEED, PROMPT, 4)
+    assert any(p.cache.block_of(h) is None for h in hashes), "else this test shows nothing"
+    assert lend(p, "loan", PROMPT) == 5
+    transfer = p.transfer("loan")
+    transfer.gather()
+    assert [t for block in transfer.gathered for t in block] == PROMPT
+    transfer.end(STATS)
+    p.round()
+    assert p.pool.num_free == p.pool.num_blocks
+
+
 def test_what_is_not_cached_or_too_much_is_not_lent():
     p = Prefill(num_blocks=16, chunk_budget_tokens=64)
     assert isinstance(lend(p, "nothing", PROMPT), BatonError)
