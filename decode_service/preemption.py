@@ -2,8 +2,8 @@
 docs/SCHEDULING.md.
 
     loss    the cheapest way to have the victim's KV again: recompute it, or swap it through host memory
-    gain    blocks that come free, as far as they are wanted
-    victim  least urgent class, then least loss for each block of gain, then the youngest
+    gain    blocks that come free
+    victim  of the least urgent class, and of those within a factor of two of its least loss a block, the youngest
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Final
 
 from common.engine.cost_rates import CostRates
 
 # A sequence that gave way so often gets, with its next blocks, all that it can ever need: it asks and gives no more.
 MAX_PREEMPTIONS: Final = 3
+# Rates are powers of two: what differs by less is the same.
+EQUAL_WITHIN: Final = 2
 # What going on elsewhere takes beside computing and sending: frames between router and workers, a place in a batch.
 MOVE_STEPS: Final = 4
 
@@ -58,24 +61,26 @@ class Candidate:
         return recompute_ns, Means.RECOMPUTE
 
 
-# Index of the victim, and the means. candidates: not empty. num_wanted: blocks that will be needed soon, ≥ 1.
-VictimPolicy = Callable[[Sequence[Candidate], int, CostRates], tuple[int, Means]]
+# Index of the victim, and the means. candidates: not empty.
+VictimPolicy = Callable[[Sequence[Candidate], CostRates], tuple[int, Means]]
 
 
-def choose_victim(candidates: Sequence[Candidate], num_wanted: int, rates: CostRates) -> tuple[int, Means]:
+def choose_victim(candidates: Sequence[Candidate], rates: CostRates) -> tuple[int, Means]:
     """The victim that wastes least; see VictimPolicy. One that frees nothing is the last resort."""
+    worst = max(candidate.priority for candidate in candidates)
+    losses = {i: candidate.loss(rates) for i, candidate in enumerate(candidates) if candidate.priority == worst}
 
-    def key(index: int) -> tuple[bool, int, int, int]:
-        candidate = candidates[index]
-        loss_ns, _ = candidate.loss(rates)
-        gain = min(candidate.num_freed_blocks, num_wanted)
-        return (gain == 0, -candidate.priority, loss_ns // max(1, gain), -candidate.arrival)
+    def loss_per_block(index: int) -> float:
+        num_freed = candidates[index].num_freed_blocks
+        return losses[index][0] / num_freed if num_freed else inf
 
-    chosen = min(range(len(candidates)), key=key)
-    return chosen, candidates[chosen].loss(rates)[1]
+    least = min(map(loss_per_block, losses))
+    equal = [index for index in losses if loss_per_block(index) <= EQUAL_WITHIN * least]
+    chosen = max(equal, key=lambda index: candidates[index].arrival)
+    return chosen, losses[chosen][1]
 
 
-def youngest(candidates: Sequence[Candidate], num_wanted: int, rates: CostRates) -> tuple[int, Means]:
+def youngest(candidates: Sequence[Candidate], rates: CostRates) -> tuple[int, Means]:
     """What most engines do: the newest gives way, and is recomputed. The yardstick of choose_victim."""
     return max(range(len(candidates)), key=lambda i: candidates[i].arrival), Means.RECOMPUTE
 

@@ -30,10 +30,10 @@ class Preemptor:
         self._policy = policy
         self.num_swapped_total = 0
 
-    def choose(self, running: Sequence[DecodeSequence], num_wanted: int) -> tuple[DecodeSequence, Means]:
-        """Of `running`, who must not all be guaranteed, the victim and its means. num_wanted: blocks needed soon."""
+    def choose(self, running: Sequence[DecodeSequence]) -> tuple[DecodeSequence, Means]:
+        """Of `running`, who must not all be guaranteed, the victim and its means."""
         able = [sequence for sequence in running if not sequence.is_guaranteed]
-        index, means = self._policy([self.candidate(sequence) for sequence in able], max(1, num_wanted), self._rates)
+        index, means = self._policy([self.candidate(sequence) for sequence in able], self._rates)
         return able[index], means
 
     def candidate(self, sequence: DecodeSequence) -> Candidate:

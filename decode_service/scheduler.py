@@ -162,7 +162,7 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
                         sequence.shares_tail = False
                     sequence.block_table.append(block_ids)
                     break
-                victim, means = self._preemptor.choose(self._running, self._head_room(RESUME_HORIZON_BLOCKS))
+                victim, means = self._preemptor.choose(self._running)
                 self._preempt(victim, means)
                 if victim is sequence:
                     break

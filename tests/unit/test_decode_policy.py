@@ -66,25 +66,31 @@ def candidate(**fields) -> Candidate:
     return Candidate(**(values | fields))
 
 
-def victim(*candidates: Candidate, wanted: int = 2) -> tuple[int, Means]:
-    return choose_victim(candidates, wanted, RATES)
+def victim(*candidates: Candidate) -> tuple[int, Means]:
+    return choose_victim(candidates, RATES)
 
 
 def test_the_least_urgent_class_gives_way_whatever_it_costs():
     assert victim(candidate(priority=-1, num_tokens=1), candidate(priority=4, num_tokens=900), candidate())[0] == 1
 
 
-def test_of_a_class_the_least_loss_for_each_wanted_block_gives_way_and_of_equals_the_youngest():
-    cheap, dear = candidate(num_tokens=10), candidate(num_tokens=100, num_freed_blocks=25)
-    assert victim(dear, cheap)[0] == 1, "what frees more than is wanted earns nothing by it"
-    assert victim(dear, cheap, wanted=25)[0] == 1, "a long context costs more a block"
+def test_of_a_class_the_least_loss_a_block_gives_way_and_of_about_equals_the_youngest():
     assert victim(candidate(arrival=3), candidate(arrival=7), candidate(arrival=5))[0] == 1
-    shared = candidate(num_tokens=100, num_kept_tokens=96, num_freed_blocks=1)
-    assert victim(candidate(num_tokens=90, num_freed_blocks=23), shared)[0] == 1, "what others hold is not lost"
+    cheap, dear = candidate(arrival=1, num_tokens=10), candidate(arrival=2, num_tokens=24)
+    assert victim(cheap, dear)[0] == 0
+    assert victim(cheap, candidate(arrival=2, num_tokens=19))[0] == 1, "a prediction is no better than its rates"
+    assert victim(cheap, candidate(arrival=2, num_tokens=100, num_freed_blocks=25))[0] == 1, "more blocks for more loss"
+    shared = candidate(arrival=1, num_tokens=100, num_kept_tokens=96, num_freed_blocks=1)
+    assert victim(shared, candidate(arrival=2, num_tokens=90, num_freed_blocks=9))[0] == 0, (
+        "what others hold is not lost"
+    )
+    saved = candidate(arrival=1, can_swap=True, num_saves=0)
+    assert victim(saved, candidate(arrival=2)) == (0, Means.SWAP)
 
 
 def test_who_frees_nothing_is_the_last_resort():
-    assert victim(candidate(num_freed_blocks=0, num_kept_tokens=10), candidate(num_tokens=60))[0] == 1
+    assert victim(candidate(num_freed_blocks=0, num_kept_tokens=10, arrival=9), candidate(num_tokens=60))[0] == 1
+    assert victim(candidate(num_freed_blocks=0), candidate(num_freed_blocks=0, arrival=1))[0] == 1
 
 
 def test_the_means_is_the_cheaper_one_and_swapping_needs_room():
@@ -98,7 +104,7 @@ def test_the_means_is_the_cheaper_one_and_swapping_needs_room():
 
 @given(st.lists(st.builds(candidate, arrival=st.integers(0, 99), num_tokens=st.integers(0, 500)), min_size=1))
 def test_the_yardstick_takes_the_newest(candidates):
-    index, means = youngest(candidates, 1, RATES)
+    index, means = youngest(candidates, RATES)
     assert candidates[index].arrival == max(c.arrival for c in candidates)
     assert means is Means.RECOMPUTE
 
