@@ -45,9 +45,9 @@ class ModelRunner:
         return StepResult(token_ids, {i: SampledExtras(error=not_finite()) for i in failed})
 
     def _draw(self, batch: Batch, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
-        """One token a row of batch.logits_rows; None where the row isn't finite."""
+        """One token a row of batch.logits_rows, from the model's own logits; None where the row isn't finite."""
         sampling = [(s.sampling, s.output_index) for s in scheduled if s.sampling is not None]
-        if self._greedy_model is not None and all(_takes_largest(params) for params, _ in sampling):
+        if self._greedy_model is not None and all(params.is_greedy for params, _ in sampling):
             best: list[int] = self._greedy_model.forward_greedy(batch, self._kv_cache)[1].tolist()
             return [None if token == -1 else token for token in best]
         logits = self._model.forward(batch, self._kv_cache)
@@ -66,17 +66,3 @@ class ModelRunner:
         self.execute([ScheduledSequence([0] * num_tokens, 0, block_table[: -(-num_tokens // block_size)], sampling)])
         if room > num_tokens:
             self.execute([ScheduledSequence([0], num_tokens, block_table, sampling)])
-
-
-def _takes_largest(params: SamplingParams) -> bool:
-    """Whether the token is the largest logit's, whatever other fields there are or will be: those that matter to a
-    greedy choice must be at their defaults."""
-    return params.is_greedy and params == SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-    )
