@@ -86,7 +86,9 @@ def receiver_frame_from_proto(message: pb.ReceiverFrame) -> ReceiverFrame | None
             return Heartbeat()
         case "welcome":
             w = message.welcome
-            return Welcome(w.transport_descriptor, w.transport, w.slot_bytes, w.num_slots, w.lease_ms / 1e3)
+            return Welcome(
+                w.transport_descriptor, w.transport, w.slot_bytes, w.num_slots, w.lease_ms / 1e3, w.shared_ring
+            )
         case _:
             return None
 
@@ -134,6 +136,7 @@ def _receiver_frame_to_proto(frame: ReceiverFrame) -> pb.ReceiverFrame:
                 slot_bytes=frame.slot_bytes,
                 num_slots=frame.num_slots,
                 lease_ms=round(frame.lease_s * 1e3),
+                shared_ring=frame.shared_ring,
             )
             return pb.ReceiverFrame(welcome=welcome)
 

@@ -101,13 +101,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """descriptor: for the transport's connect."""
+    """descriptor: for the transport's connect. shared_ring: for open_shared; empty: not offered."""
 
     descriptor: bytes
     transport: str
     slot_bytes: int
     num_slots: int
     lease_s: float
+    shared_ring: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ than its share: neither a long transfer nor one that is stuck can starve the oth
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
@@ -68,7 +68,7 @@ class LandingRing(Generic[Owner]):
 
     def __init__(self, num_slots: int, max_held: int) -> None:
         self._slots: list[_Slot[Owner]] = [_Slot() for _ in range(num_slots)]
-        self._free = deque(range(num_slots))
+        self._free = list(reversed(range(num_slots)))
         self._claims: dict[Owner, _Claim] = {}
         self._queue: OrderedDict[Owner, _Claim] = OrderedDict()
         self._max_held = max_held
@@ -96,7 +96,8 @@ class LandingRing(Generic[Owner]):
         grants: dict[Owner, list[SlotGrant]] = {}
         while self._free and self._queue:
             owner, claim = self._queue.popitem(last=False)
-            number = self._free.popleft()
+            # The slot used last: its bytes are the ones that a cache still holds.
+            number = self._free.pop()
             slot = self._slots[number]
             slot.state, slot.generation, slot.since = SlotState.GRANTED, slot.generation + 1, None
             slot.channel, slot.owner = claim.channel, owner

@@ -22,20 +22,29 @@ class JobPhase(Enum):
     PUTTING = "putting"  # the transport reads its staging slot, the landing slot is being written
     WRITTEN = "written"  # the peer verifies
     REFUSED = "refused"  # waits for another grant
+    ACCEPTED = "accepted"  # verified by the peer: the job is over
 
 
 @dataclass(slots=True, eq=False)
 class PieceJob:
-    """A piece on its way. staging_slot: its bytes, from gathering to the end of the job."""
+    """A piece on its way. staging_slot: its bytes, from gathering to the end of the job; None: they are gathered
+    into the granted slot itself."""
 
     transfer: Outgoing
     piece: Piece
     num_bytes: int
-    staging_slot: int
+    staging_slot: int | None
     grant: SlotGrant
     phase: JobPhase = JobPhase.GATHERING
     checksum: int = 0
     num_puts: int = 0
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Its bytes are nowhere else yet, or not known to be whole there."""
+        if self.staging_slot is None:
+            return self.phase is not JobPhase.ACCEPTED
+        return self.phase is JobPhase.GATHERING
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +115,7 @@ class Outgoing:
     def tell_gathered(self, num_layers: int) -> None:
         """Report the blocks that are gathered in all layers, if there are more than last time."""
         done = 0
-        while self.gathering and self.gathering[0].phase is not JobPhase.GATHERING:
+        while self.gathering and not self.gathering[0].needs_blocks:
             piece = self.gathering.popleft().piece
             if piece.first_layer + piece.num_layers == num_layers:
                 done = piece.first_block + piece.num_blocks

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from baton.transfer.v1 import transfer_pb2 as pb
 from baton.transfer.v1 import transfer_pb2_grpc
@@ -31,7 +33,8 @@ from kv_transfer.pieces import plan_geometry
 from kv_transfer.sender_protocol import SenderProtocol, SenderTotals
 from kv_transfer.staging_pool import StagingPool
 from kv_transfer.transport.base import Endpoint, Region, Transport, TransportError, TransportFault
-from kv_transfer.transport.lanes import unmet
+from kv_transfer.transport.lanes import ANY_KIND, LaneKind, unmet
+from kv_transfer.transport.shared_memory import open_shared
 from kv_transfer.types import KvFormat, TransferTarget, WorkerIdentity
 
 if TYPE_CHECKING:
@@ -86,6 +89,7 @@ class PeerChannel:
         self._connecting: asyncio.Future[Endpoint] | None = None
         self._endpoint: Endpoint | None = None
         self._slot_bytes = 0
+        self._window: npt.NDArray[np.uint8] | None = None
         self._is_up = False
         self._ending = False
         self._finishing = False
@@ -144,7 +148,7 @@ class PeerChannel:
             lost = self._lost_error(str(error)) if error is not None else None
             self._loop.call_soon_threadsafe(self.protocol.put_done, job, lost)
 
-        if self._endpoint is None:
+        if self._endpoint is None or job.staging_slot is None:
             done(TransportError(TransportFault.CLOSED, "no endpoint"))
             return
         source = job.staging_slot * self._parts.staging_slot_bytes
@@ -153,8 +157,7 @@ class PeerChannel:
 
     def _gather(self, job: PieceJob, block_ids: list[int]) -> None:
         """In the gather thread."""
-        start = job.staging_slot * self._parts.staging_slot_bytes
-        data = self._parts.staging.view[start : start + job.num_bytes]
+        data = self._memory_of(job)
         try:
             checksum = self._parts.store.gather(job.piece.first_layer, job.piece.num_layers, block_ids, data)
         except Exception as error:
@@ -162,8 +165,23 @@ class PeerChannel:
             failure = BatonError(ErrorKind.INTERNAL, f"KV of {job.transfer.transfer_id} can't be read: {error}")
             self._loop.call_soon_threadsafe(self.protocol.gather_failed, job, failure)
             return
+        if job.staging_slot is None:
+            self._loop.call_soon_threadsafe(self._gathered_direct, job, checksum)
+            return
         self._loop.call_soon_threadsafe(self.protocol.gathered, job, checksum)
         self.put(job)
+
+    def _memory_of(self, job: PieceJob) -> npt.NDArray[np.uint8]:
+        """Where the piece is gathered: its staging slot, or the granted slot itself."""
+        if self._window is not None and job.staging_slot is None:
+            start, memory = job.grant.slot * self._slot_bytes, self._window
+        else:
+            start, memory = (job.staging_slot or 0) * self._parts.staging_slot_bytes, self._parts.staging.view
+        return memory[start : start + job.num_bytes]
+
+    def _gathered_direct(self, job: PieceJob, checksum: int) -> None:
+        self.protocol.gathered(job, checksum)
+        self.protocol.put_done(job, None)
 
     # The channel's life.
 
@@ -207,12 +225,22 @@ class PeerChannel:
         self._endpoint = await asyncio.shield(self._connecting)
         self._slot_bytes = welcome.slot_bytes
         self.lanes = self._endpoint.lanes
+        if parts.require_transport in (ANY_KIND, LaneKind.SHM):
+            self._window = self._map_ring(welcome)
         if (problem := unmet(parts.require_transport, self.lanes)) is not None:
             raise ValueError(problem)
         log.info("transfer channel opened", peer=self.worker.worker_id, lanes=", ".join(self.lanes))
         self._lease = Lease(min(parts.lease_s, welcome.lease_s))
         self._is_up = True
-        self.protocol.welcome(geometry, welcome.num_slots)
+        self.protocol.welcome(geometry, welcome.num_slots, direct=self._window is not None)
+
+    def _map_ring(self, welcome: Welcome) -> npt.NDArray[np.uint8] | None:
+        """The landing ring, where it is on this host and offered: pieces are then gathered into it without a put."""
+        window = open_shared(welcome.shared_ring) if welcome.shared_ring else None
+        if window is None or window.nbytes != welcome.num_slots * welcome.slot_bytes:
+            return None
+        self.lanes = ("shared-ring/memory", *self.lanes)
+        return window
 
     def _on_endpoint_lost(self, error: TransportError) -> None:
         self._loop.call_soon_threadsafe(self.break_off, self._lost_error(str(error)))

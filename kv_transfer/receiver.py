@@ -29,8 +29,9 @@ from kv_transfer.pieces import plan_geometry
 from kv_transfer.receiver_channel import ReceiverChannel, TransferServicer
 from kv_transfer.receiver_protocol import LandingJob, ReceiverProtocol
 from kv_transfer.stats import ReceiverStats
-from kv_transfer.transport.base import Region, Transport, TransportError
+from kv_transfer.transport.base import Region, Transport, TransportError, TransportFault
 from kv_transfer.transport.lanes import ANY_KIND
+from kv_transfer.transport.shared_memory import SharedMemory
 from kv_transfer.transport.start import start_transport
 from kv_transfer.types import KvFormat, ReceiverCallbacks, WorkerIdentity
 
@@ -49,7 +50,8 @@ class KvReceiver:
     time they must be neither reused nor read.
 
     transport: not started; the receiver starts and closes it. lease_s: silence after which a sender counts as dead.
-    require_transport: LaneKind that this host must have, or ANY_KIND.
+    require_transport: LaneKind that this host must have, or ANY_KIND. shares_ring: senders on this host may write into
+    the landing ring directly.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class KvReceiver:
         landing_slot_bytes: int,
         lease_s: float,
         require_transport: str = ANY_KIND,
+        shares_ring: bool = True,
     ) -> None:
         """Raises StartupError if a block of one layer does not fit a landing slot."""
         try:
@@ -76,6 +79,8 @@ class KvReceiver:
         self._slot_bytes = landing_slot_bytes
         self._lease_s = lease_s
         self._require_transport = require_transport
+        self._shares_ring = shares_ring
+        self._shared: SharedMemory | None = None
         self._protocol = ReceiverProtocol(
             self,
             store,
@@ -106,10 +111,23 @@ class KvReceiver:
     def _open_ring(self) -> Region:
         start_transport(self._transport, self._require_transport)
         try:
-            return self._transport.allocate(self._num_slots * self._slot_bytes)
+            if self._shares_ring:
+                self._shared = SharedMemory(self._num_slots * self._slot_bytes)
+            memory = None if self._shared is None else self._shared.view
+            return self._transport.allocate(self._num_slots * self._slot_bytes, memory)
+        except OSError as error:
+            self._close_transport()
+            raise TransportError(
+                TransportFault.UNAVAILABLE, f"no shared memory for the landing ring: {error}"
+            ) from None
         except BaseException:
-            self._transport.close()
+            self._close_transport()
             raise
+
+    def _close_transport(self) -> None:
+        self._transport.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def add_to_server(self, server: grpc.aio.Server, lender: Lender | None = None) -> None:
         """lender: answers those who want to pull from this worker; None: they are refused."""
@@ -133,7 +151,7 @@ class KvReceiver:
             await asyncio.wait(handlers, timeout=2 * self._lease_s)
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
-        await self._loop.run_in_executor(self._executor, self._transport.close)
+        await self._loop.run_in_executor(self._executor, self._close_transport)
         self._executor.shutdown()
 
     # Any thread.
@@ -213,7 +231,14 @@ class KvReceiver:
         if mismatch := self._format.mismatch(hello.format):
             message = f"KV of {hello.worker.worker_id} does not fit {me.worker_id}: {mismatch}"
             raise BatonError(ErrorKind.INTERNAL, message)
-        return Welcome(self._ring.descriptor(), self._transport.name, self._slot_bytes, self._num_slots, self._lease_s)
+        return Welcome(
+            self._ring.descriptor(),
+            self._transport.name,
+            self._slot_bytes,
+            self._num_slots,
+            self._lease_s,
+            b"" if self._shared is None else self._shared.descriptor(),
+        )
 
     # ReceiverPort, on the event loop.
 

@@ -1,8 +1,11 @@
 """What a sender does on one channel: opens transfers, asks for slots, fills them, resends, commits. No I/O.
 
     push ─► cut ─ grant + staging slot ─► GATHERING ─► PUTTING ─► WRITTEN ── landed, accepted ─► done
-                                                          ▲          │ refused
-                                                          └─ grant ─ REFUSED
+                                              ▲           ▲          │ refused
+                                              └─ direct ──┴─ grant ─ REFUSED
+
+Direct: the ring is mapped here, and a piece is gathered into its granted slot. There is no staging slot and no put; a
+refused piece is gathered again, so its blocks count as gathered only once it is accepted.
 
 Every slot granted is answered once: SlotWritten when its put is complete, or ReturnSlots when no put will touch it.
 All of it belongs to one event loop.
@@ -47,7 +50,8 @@ class SenderPort(Protocol):
 
     def transmit(self, job: PieceJob) -> None:
         """In another thread: gather the piece into its staging slot and take the checksum; call `gathered` on the event
-        loop; then put() it. If the gather fails, call `gather_failed`, and put nothing."""
+        loop; then put() it. A job without a staging slot: gather into the granted slot; call `gathered`, then
+        `put_done`. If the gather fails, call `gather_failed`, and put nothing."""
 
     def put(self, job: PieceJob) -> None:
         """Put the staging slot's bytes into the granted slot, then call `put_done` on the event loop."""
@@ -83,6 +87,7 @@ class SenderProtocol:
         # Generation of the last grant seen of each slot: an older or equal one is a repetition.
         self._generations: dict[int, int] = {}
         self._num_slots = 0
+        self._direct = False
         self._transfers: dict[str, Outgoing] = {}
         # Given up before the channel was up: the receiver must still hear of it, or it would wait for its deadline.
         self._aborted_early: list[tuple[Outgoing, BatonError]] = []
@@ -145,8 +150,8 @@ class SenderProtocol:
 
     # What the channel reports.
 
-    def welcome(self, geometry: PieceGeometry, num_slots: int) -> None:
-        self._geometry, self._num_slots = geometry, num_slots
+    def welcome(self, geometry: PieceGeometry, num_slots: int, *, direct: bool = False) -> None:
+        self._geometry, self._num_slots, self._direct = geometry, num_slots, direct
         for aborted, error in self._aborted_early:
             self._port.send(self._open_frame(aborted, geometry))
             self._port.send(AbortTransfer(aborted.transfer_id, error))
@@ -174,9 +179,12 @@ class SenderProtocol:
         transfer = job.transfer
         job.phase, job.checksum = JobPhase.PUTTING, checksum
         transfer.gathers_running -= 1
+        self._tell_gathered(transfer)
+        transfer.tell_end()
+
+    def _tell_gathered(self, transfer: Outgoing) -> None:
         if self._geometry is not None:
             transfer.tell_gathered(self._geometry.num_layers)
-        transfer.tell_end()
 
     def gather_failed(self, job: PieceJob, error: BatonError) -> None:
         transfer = job.transfer
@@ -252,6 +260,8 @@ class SenderProtocol:
             return
         if frame.accepted:
             self._drop_job(job)
+            job.phase = JobPhase.ACCEPTED
+            self._tell_gathered(transfer)
         else:
             del transfer.jobs[frame.grant]
             job.phase = JobPhase.REFUSED
@@ -318,12 +328,13 @@ class SenderProtocol:
                 self._ready.rotate(-1)
 
     def _start_job(self, transfer: Outgoing) -> bool:
-        slot = self._staging.take(self, self._fill)
-        if slot is None:
+        slot = None if self._direct else self._staging.take(self, self._fill)
+        if slot is None and not self._direct:
             return False
         piece = transfer.cutter.cut() if transfer.cutter is not None else None
         if piece is None or self._geometry is None:
-            self._staging.give(self, slot)
+            if slot is not None:
+                self._staging.give(self, slot)
             return False
         if transfer.started_at is None:
             transfer.started_at = self._clock()
@@ -340,7 +351,12 @@ class SenderProtocol:
         job = transfer.refused.popleft()
         job.grant, job.phase = transfer.grants.popleft(), JobPhase.PUTTING
         transfer.jobs[job.grant] = job
-        self._port.put(job)
+        if self._direct:
+            job.phase = JobPhase.GATHERING
+            transfer.gathers_running += 1
+            self._port.transmit(job)
+        else:
+            self._port.put(job)
 
     def _commit_if_written(self, transfer: Outgoing) -> None:
         if transfer.handoff is None or transfer.state is not OutgoingState.SENDING or not transfer.all_written:
@@ -376,7 +392,8 @@ class SenderProtocol:
             del job.transfer.jobs[job.grant]
         self._num_jobs -= 1
         self._port.job_ended()
-        self._staging.give(self, job.staging_slot)
+        if job.staging_slot is not None:
+            self._staging.give(self, job.staging_slot)
 
     def _give_back(self, transfer: Outgoing, grants: tuple[SlotGrant, ...]) -> None:
         if grants and not self._lost:

@@ -112,8 +112,8 @@ class SpoilingTransport:
     def start(self) -> None:
         self.inner.start()
 
-    def allocate(self, num_bytes: int) -> Region:
-        return self.inner.allocate(num_bytes)
+    def allocate(self, num_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> Region:
+        return self.inner.allocate(num_bytes, memory)
 
     def connect(self, descriptor: bytes, on_lost: LostHandler) -> Future[Endpoint]:
         outer: Future[Endpoint] = Future()
@@ -173,6 +173,7 @@ class DecodeOptions:
     devices: str = "lo"
     host: str = "127.0.0.1"
     advertise: str = "127.0.0.1"
+    shares_ring: bool = False
 
 
 @dataclass
@@ -280,6 +281,7 @@ class _DecodeEnd:
             landing_slots=options.landing_slots,
             landing_slot_bytes=options.landing_slot_bytes,
             lease_s=options.lease_s,
+            shares_ring=options.shares_ring,
         )
         self._changed = threading.Condition()
         self._outcomes: dict[str, list[tuple[Any, ...]]] = {}

@@ -89,8 +89,9 @@ class Transport(Protocol):
     def start(self) -> None:
         """Raises TransportError (UNAVAILABLE)."""
 
-    def allocate(self, num_bytes: int) -> Region:
-        """Zeroed and registered. Raises TransportError."""
+    def allocate(self, num_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> Region:
+        """Zeroed and registered. memory: uint8 [num_bytes] to be used instead of new; the region keeps it alive. Raises
+        TransportError."""
 
     def connect(self, descriptor: bytes, on_lost: LostHandler) -> Future[Endpoint]:
         """Resolves without waiting for the peer; fails with TransportError.

@@ -1,7 +1,7 @@
 """Of what kind a lane is, and whether a demand for one kind is met. A lane is "transport/device": "rc_mlx5/mlx5_0:1".
 
 rdma   InfiniBand and RoCE verbs, EFA           cuda   between GPUs of one host
-shm    one host: CMA, XPMEM, posix, sysv        tcp    UCX over tcp, and plain sockets
+shm    one host: the shared ring, CMA, XPMEM …   tcp    UCX over tcp, and plain sockets
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANY_KIND: Final = "any"
 _PREFIXES: Final[tuple[tuple[str, LaneKind], ...]] = (
     *((name, LaneKind.RDMA) for name in ("rc", "ud", "dc", "srd", "gga", "ib", "rdmacm")),
     *((name, LaneKind.CUDA) for name in ("cuda", "gdr")),
-    *((name, LaneKind.SHM) for name in ("cma", "xpmem", "knem", "posix", "sysv", "self", "mm")),
+    *((name, LaneKind.SHM) for name in ("shared-ring", "cma", "xpmem", "knem", "posix", "sysv", "self", "mm")),
     *((name, LaneKind.TCP) for name in ("tcp", "sockets")),
 )
 

@@ -68,8 +68,9 @@ class _Address:
 class SocketsRegion:
     """Implements Region. Zeroed; one listener a region, so that a token opens one region and no other."""
 
-    def __init__(self, settings: SocketsSettings, num_bytes: int) -> None:
-        self.view: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)[:num_bytes]
+    def __init__(self, settings: SocketsSettings, num_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        own = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)[:num_bytes] if memory is None else memory
+        self.view: npt.NDArray[np.uint8] = own
         self.token = secrets.token_bytes(TOKEN_BYTES)
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         try:
@@ -115,8 +116,8 @@ class SocketsTransport:
         self._thread = threading.Thread(target=self._main, name="kv-sockets", daemon=True)
         self._thread.start()
 
-    def allocate(self, num_bytes: int) -> SocketsRegion:
-        region = SocketsRegion(self._settings, num_bytes)
+    def allocate(self, num_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> SocketsRegion:
+        region = SocketsRegion(self._settings, num_bytes, memory)
 
         def add() -> None:
             self._regions[region.listener] = region

@@ -41,8 +41,8 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
 class UcxRegion:
     """Implements Region."""
 
-    def __init__(self, transport: UcxTransport, num_bytes: int) -> None:
-        self._view = _huge_zeros(num_bytes)
+    def __init__(self, transport: UcxTransport, num_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        self._view = _huge_zeros(num_bytes) if memory is None else memory
         self._transport = transport
         self.memory_handle: Any = None
         self.remote_key = b""
@@ -145,8 +145,8 @@ class UcxTransport:
         devices = ", ".join(self.devices)
         log.info("UCX started", library=self._thread.library_path, version=version, devices=devices)
 
-    def allocate(self, num_bytes: int) -> UcxRegion:
-        region = UcxRegion(self, num_bytes)
+    def allocate(self, num_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> UcxRegion:
+        region = UcxRegion(self, num_bytes, memory)
         self._thread.call(lambda: self._register(region))
         return region
 

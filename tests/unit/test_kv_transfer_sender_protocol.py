@@ -51,8 +51,8 @@ class Bench:
         if welcome:
             self.welcome()
 
-    def welcome(self) -> None:
-        self.protocol.welcome(plan_geometry(SMALL, SLOT_BYTES), 8)
+    def welcome(self, *, direct: bool = False) -> None:
+        self.protocol.welcome(plan_geometry(SMALL, SLOT_BYTES), 8, direct=direct)
 
     def send(self, frame: Any) -> None:
         self.sent.append(frame)
@@ -324,4 +324,46 @@ def test_a_callback_that_raises_harms_nobody() -> None:
     target = TransferTarget("", WorkerIdentity("d", "e"), b"secret", 0)
     bench.protocol.add(Outgoing("t", target, 1, SenderCallbacks(broken, broken), deadline=10.0))
     bench.protocol.lost(BatonError(ErrorKind.LEASE_LOST, "x"))
+    assert bench.protocol.is_idle
+
+
+def test_a_piece_gathered_into_the_ring_itself_is_read_again_when_refused_and_told_as_gathered_when_accepted() -> None:
+    bench = Bench(num_staging=0, welcome=False)
+    bench.welcome(direct=True)
+    transfer = bench.open(1)
+    bench.protocol.push(transfer, (5,))
+    bench.grant((0, 1))
+    (job,) = bench.transmitted
+    assert job.staging_slot is None
+    bench.finish(job)
+    bench.protocol.on_frame(SlotLanded("t", SlotGrant(0, 1), False))
+    bench.grant((0, 2))
+    assert bench.transmitted == [job, job]
+    assert bench.put_again == []
+    bench.protocol.commit(transfer, HANDOFF)
+    bench.finish(job)
+    assert bench.gathered == []
+    bench.protocol.on_frame(SlotLanded("t", SlotGrant(0, 2), True))
+    assert bench.gathered == [1]
+    bench.protocol.on_frame(Committed("t"))
+    assert isinstance(bench.ends[0], TransferStats)
+    assert bench.protocol.is_idle
+
+
+def test_an_aborted_transfer_s_end_waits_for_a_second_gather_into_the_ring() -> None:
+    bench = Bench(num_staging=0, welcome=False)
+    bench.welcome(direct=True)
+    transfer = bench.open(1)
+    bench.protocol.push(transfer, (5,))
+    bench.grant((0, 1))
+    (job,) = bench.transmitted
+    bench.finish(job)
+    bench.protocol.on_frame(SlotLanded("t", SlotGrant(0, 1), False))
+    bench.grant((0, 2))
+    bench.protocol.abort(transfer, BatonError(ErrorKind.CANCELLED, "enough"))
+    assert bench.ends == []
+    bench.take_sent()
+    bench.finish(job)
+    assert len(bench.ends) == 1
+    assert bench.take_sent() == [ReturnSlots("t", (SlotGrant(0, 2),))]
     assert bench.protocol.is_idle
