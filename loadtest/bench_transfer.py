@@ -36,7 +36,13 @@ def main(
     interference: Annotated[bool, typer.Option(help="measure small transfers beside a large one, and idleness")] = True,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also write JSON", metavar="FILE")] = None,
 ) -> None:
-    """Measure KV transfer between two processes of this host."""
+    """Measure how fast KV moves between two processes of this host, beside memcpy, raw sockets and NIXL.
+
+    \b
+    Examples:
+      baton bench transfer --network "same host"
+      baton bench transfer --nixl ~/nixl-venv/bin/python -o transfer.json
+    """
     options = TransferOptions(str(nixl) if nixl else None, nixl_package, rounds, budget_s, slots, slot_mib * MIB)
     console = Console()
     report: dict[str, Any] = {"schema": SCHEMA, "machine": describe_machine(), "ring": ring_text(options), "rows": []}

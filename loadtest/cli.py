@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from loadtest.bench import BenchOptions, open_bench
+from loadtest.bench_transfer import main as bench_transfer
 from loadtest.errors import BenchError
 from loadtest.options import LoadOptions, takes_load_options
 from loadtest.rate_search import SearchOptions
@@ -224,6 +225,9 @@ def workloads() -> None:
       baton bench workloads
     """
     typer.echo(workload_help())
+
+
+app.command("transfer")(bench_transfer)
 
 
 async def _run(options: BenchOptions, console: Console | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:

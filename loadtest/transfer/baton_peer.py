@@ -100,7 +100,7 @@ class Receiver:
             sys.stderr.write(f"transfer {transfer_id} failed: {error.message}\n")
 
         callbacks = ReceiverCallbacks(lambda _handoff, _stats: None, on_fail)
-        return self.end.reserve(transfer_id, ids.tolist(), 0, callbacks, WAIT_S)
+        return self.end.reserve(transfer_id, list(map(int, ids)), 0, callbacks, WAIT_S)
 
     async def run(self, pipe: Connection) -> None:
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from loadtest.transfer.cases import Case
 NUM_SMALL: Final = 1000
 SMALL_BLOCKS: Final = 2
 LARGE_BLOCKS: Final = 12_000
-MAX_LARGE: Final = 1000
+MAX_LARGE: Final = 100
 IDLE_S: Final = 5.0
 # The large transfer is one of 422 MiB: over a hundred pieces of 4 MiB.
 POOL: Final = Case("small and large", 36 << 10, LARGE_BLOCKS + SMALL_BLOCKS * NUM_SMALL)
