@@ -123,8 +123,8 @@ class Settings(BaseModel):
     )
 
     # transfer
-    landing_slots: int = Field(32, ge=2, le=1 << 16, description="slots of a decode worker's landing ring")
-    landing_slot_bytes: int = Field(1 << 20, ge=64 << 10, le=1 << 30, description="bytes of one landing slot")
+    landing_slots: int = Field(16, ge=2, le=1 << 16, description="slots of a decode worker's landing ring")
+    landing_slot_bytes: int = Field(4 << 20, ge=64 << 10, le=1 << 30, description="bytes of one landing slot")
     transfer_lease_s: float = Field(2.0, gt=0, description="silence after which a transfer's peer counts as dead")
     transfer_transport: Literal["ucx", "sockets"] = Field(
         "ucx", description="what moves KV: UCX, or plain TCP sockets on hosts without it; the same on all workers"
