@@ -143,6 +143,7 @@ async def test_what_is_cached_is_neither_computed_nor_sent_again(pair):
     tokens, _, decode = await pair.generate(make_spec("c", turn, pair.prefill.info))
     assert tokens == expected
     assert decode.last.num_cached_tokens == 56
+    assert decode.last.timings.transfer_bytes == pair.model.fmt.layout.block_bytes * 2  # one block, in both layers
     # And a prompt whose blocks are all there already needs no byte.
     whole, _, decode = await pair.generate(make_spec("d", prompt[:48], pair.prefill.info))
     assert whole == reference(pair.model, prompt[:48], SamplingParams(max_tokens=8, temperature=0.0))
