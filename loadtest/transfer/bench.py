@@ -25,7 +25,6 @@ from loadtest.transfer.cases import KIB, MIB, Case
 ROOT: Final = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S: Final = 120.0
 ANSWER_TIMEOUT_S: Final = 120.0
-STOP_TIMEOUT_S: Final = 10.0
 NETWORKS: Final = ("same host", "tcp")
 
 
@@ -118,16 +117,15 @@ class RunningPeer:
 def started(peer: Peer, key: str = "ready") -> Iterator[RunningPeer]:
     environ = {**os.environ, **dict(peer.environ), "PYTHONPATH": str(ROOT)}
     command = [peer.python, "-m", *peer.command]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, cwd=ROOT
-    )
-    try:
-        running = RunningPeer(peer, process)
-        running.wait_for_first(key)
-        yield running
-    finally:
-        process.kill()
-        process.wait(STOP_TIMEOUT_S)
+    ) as process:
+        try:
+            running = RunningPeer(peer, process)
+            running.wait_for_first(key)
+            yield running
+        finally:
+            process.kill()
 
 
 def measure_case(case: Case, network: str, options: TransferOptions) -> dict[str, Any]:

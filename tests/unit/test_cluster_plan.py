@@ -78,7 +78,9 @@ def test_memory_counts_the_dtype_that_runs():
 def test_memory_counts_the_landing_ring_and_that_of_pulls():
     small, large = (
         memory_need(
-            resolve_settings({"landing_slots": n}, environ={}).settings, weights_file_bytes=100, file_dtype="float32"
+            resolve_settings({"landing_slots": n, "landing_slot_bytes": MIB}, environ={}).settings,
+            weights_file_bytes=100,
+            file_dtype="float32",
         )
         for n in (8, 1008)
     )
