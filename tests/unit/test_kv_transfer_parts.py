@@ -12,8 +12,8 @@ from kv_transfer.staging_pool import StagingPool
 from kv_transfer.state import INCOMING_MOVES, OUTGOING_MOVES, IncomingState, OutgoingState, is_final
 from kv_transfer.transport import ucx_abi
 from kv_transfer.transport.base import TransportError, TransportFault
-from kv_transfer.transport.ucx import parse_lanes
 from kv_transfer.transport.ucx_abi import load_libucp
+from kv_transfer.transport.ucx_endpoint import parse_lanes
 from kv_transfer.transport.ucx_worker import net_devices_for
 
 
