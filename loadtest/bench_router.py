@@ -37,7 +37,7 @@ from common.model.tokenizer import Tokenizer
 
 CLUSTER = "cost"
 WORDS = 400
-REQUESTS, CONCURRENCY = 800, 8
+REQUESTS, CONCURRENCY = 400, 8
 STREAMS, TOKENS, GAP_S = 32, 200, 0.02
 START_DEADLINE_S = 90.0
 
@@ -100,7 +100,7 @@ _VOCABULARY = [
 ]
 
 
-async def ask(router: Router, text: str, max_tokens: int) -> float:
+async def ask(router: Router, text: str | list[int], max_tokens: int, key: str = "sk-1") -> float:
     """One streamed completion; returns TTFT in seconds. Raises RuntimeError for anything but a whole answer."""
     body = {"model": router.model, "prompt": text, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
@@ -183,13 +183,14 @@ def wait_ready(url: str, process: psutil.Process, log: Path) -> None:
     raise SystemExit(f"{url} does not answer; its log ends:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def start_baton(stack: ExitStack, folder: Path, tmp: Path) -> Router:
+def start_baton(stack: ExitStack, folder: Path, tmp: Path, *, prefill_rate: float = 0.0, **settings: object) -> Router:
+    """prefill_rate: tokens/s of the mock prefill worker; 0: at once. settings: of the router."""
     redis = stack.enter_context(EmbeddedRedis())
-    workers = [redis.url, CLUSTER, model_fingerprint(folder), str(GAP_S)]
+    workers = [redis.url, CLUSTER, model_fingerprint(folder), str(GAP_S), str(prefill_rate)]
     start(stack, [sys.executable, "-m", "loadtest.router_cost.mock_workers", *workers], tmp / "workers.log")
     port, log = free_port(), tmp / "baton.log"
     options = {"redis_url": redis.url, "cluster": CLUSTER, "model": folder, "port": port, "auth": "anonymous"}
-    options |= {"target_itl_ms": 1000, "log_level": "warning"}
+    options |= {"target_itl_ms": 1000, "log_level": "error", **settings}
     pairs = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     process = start(stack, [sys.executable, "-m", "deploy.cli", "router", *pairs], log)
     wait_ready(f"http://127.0.0.1:{port}/ready", process, log)
@@ -232,7 +233,8 @@ def start_litellm(stack: ExitStack, program: str, tmp: Path) -> Router:
         f"    api_base: http://127.0.0.1:{worker}/v1\n    api_key: none\n"
     )
     command = [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
-    process = start(stack, command, log, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR")
+    process = start(stack, command, log, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR",
+                    LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY="true")  # fmt: skip
     wait_ready(f"http://127.0.0.1:{port}/health/liveliness", process, log)
     return Router("LiteLLM proxy", port, "mock", process)
 
@@ -244,7 +246,9 @@ def main() -> None:
     parser.add_argument("--litellm", default="", help="the litellm program of a virtual environment")
     given = parser.parse_args()
     folder = Path(given.model).expanduser()
-    rows: list[Cost] = []
+    out = sys.stdout.write
+    out("| router | CPU ms a request | of tokenizing, besides | CPU µs a token | TTFT p50 / p99 ms |\n")
+    out("|---|---|---|---|---|\n")
     with tempfile.TemporaryDirectory() as name:
         tmp = Path(name)
         starts: list[Callable[[ExitStack], Router]] = [partial(start_baton, folder=folder, tmp=tmp)]
@@ -254,13 +258,11 @@ def main() -> None:
             starts.append(partial(start_litellm, program=os.path.expanduser(given.litellm), tmp=tmp))
         for begin in starts:
             with ExitStack() as stack:
-                rows.append(asyncio.run(measure(begin(stack))))
-    out = sys.stdout.write
-    out("| router | CPU ms a request | of tokenizing, besides | CPU µs a token | TTFT p50 / p99 ms |\n")
-    out("|---|---|---|---|---|\n")
-    for r in rows:
-        tokenizing = f"{r.tokenize_ms:.2f} ms" if r.tokenize_ms else "–"
-        out(f"| {r.name} | {r.request_ms:.2f} | {tokenizing} | {r.token_us:.1f} | {r.p50_ms:.1f} / {r.p99_ms:.1f} |\n")
+                r = asyncio.run(measure(begin(stack)))
+            tokenizing = f"{r.tokenize_ms:.2f} ms" if r.tokenize_ms else "–"
+            ttft = f"{r.p50_ms:.1f} / {r.p99_ms:.1f}"
+            out(f"| {r.name} | {r.request_ms:.2f} | {tokenizing} | {r.token_us:.1f} | {ttft} |\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """One prefill and one decode worker that speak Baton's worker protocol and compute nothing, for measuring routers.
 
-    python -m loadtest.router_cost.mock_workers REDIS_URL CLUSTER FINGERPRINT GAP_S
+    python -m loadtest.router_cost.mock_workers REDIS_URL CLUSTER FINGERPRINT GAP_S [PREFILL_RATE]
 
-A prompt's first token comes at once; then every sequence gets a token each GAP_S, all of a step in one frame, as a
-decode worker sends them.
+Prompts are computed one after the other at PREFILL_RATE tokens/s; without one, at once. Then every sequence gets a
+token each GAP_S, all of a step in one frame, as a decode worker sends them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ class _Sequence:
 class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
     """peers: by reservation secret, what the prefill worker tells the decode worker."""
 
-    def __init__(self, role: Role, fingerprint: str, commits: dict[bytes, asyncio.Future[None]], gap_s: float) -> None:
+    def __init__(
+        self, role: Role, fingerprint: str, commits: dict[bytes, asyncio.Future[None]], gap_s: float, rate: float
+    ) -> None:
         self.role = role
         self.worker_id = f"mock-{role}"
         self.epoch = secrets.token_hex(8)
         self.fingerprint = fingerprint
         self._commits = commits
         self._gap_s = gap_s
+        self._rate = rate
+        self._free_at = 0.0
 
     async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:  # noqa: N802
         return worker_pb2.GetInfoResponse(
@@ -75,7 +79,7 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
             if kind == "abort":
                 running.pop(request.abort.transfer_id, None)
             elif kind == "prefill":
-                self._prefill(request.prefill, outbox)
+                self._queue_prefill(request.prefill, outbox)
             elif kind == "reserve":
                 spec, secret = request.reserve.spec, secrets.token_bytes(16)
                 self._commits[secret] = committed = asyncio.get_running_loop().create_future()
@@ -88,6 +92,14 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
                 task = asyncio.create_task(self._join(committed, sequence, outbox, running))
                 waiting.add(task)
                 task.add_done_callback(waiting.discard)
+
+    def _queue_prefill(self, command: Any, outbox: asyncio.Queue[Any]) -> None:
+        if not self._rate:
+            self._prefill(command, outbox)
+            return
+        loop = asyncio.get_running_loop()
+        self._free_at = max(self._free_at, loop.time()) + len(command.spec.token_ids) / self._rate
+        loop.call_at(self._free_at, self._prefill, command, outbox)
 
     def _prefill(self, command: Any, outbox: asyncio.Queue[Any]) -> None:
         spec = command.spec
@@ -145,13 +157,13 @@ def step(outputs: list[Any]) -> Any:
     return worker_pb2.SessionResponse(step=worker_pb2.StepOutput(outputs=outputs, load=load))
 
 
-async def main(redis_url: str, cluster: str, fingerprint: str, gap_s: float) -> None:
+async def main(redis_url: str, cluster: str, fingerprint: str, gap_s: float, rate: float) -> None:
     commits: dict[bytes, asyncio.Future[None]] = {}
     roles: tuple[Role, ...] = ("prefill", "decode")
     servers = []  # one that nobody holds is gone
     async with Redis.from_url(redis_url) as redis:
         for role in roles:
-            worker = MockWorker(role, fingerprint, commits, gap_s)
+            worker = MockWorker(role, fingerprint, commits, gap_s, rate)
             options = (("grpc.http2.min_ping_interval_without_data_ms", 100), ("grpc.so_reuseport", 0))
             server = grpc.aio.server(options=options)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
@@ -169,4 +181,5 @@ async def main(redis_url: str, cluster: str, fingerprint: str, gap_s: float) -> 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])))
+    prefill_rate = float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), prefill_rate))
