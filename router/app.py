@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,8 @@ from router.timeline import Timeline
 LAST_WORDS_S: Final = 1.0
 REDIS_CONNECT_S: Final = 1.0
 ENCODER_THREADS: Final = 2
+# How long a thread that works on a long prompt may make the event loop wait for the interpreter; Python's own: 5 ms.
+GIL_SWITCH_S: Final = 0.0005
 HEALTH_REFRESH_S: Final = 1.0
 # For the last spans: what is left of the grace, within these bounds. A collector that answers needs neither.
 MIN_TRACE_FLUSH_S: Final = 0.2
@@ -70,6 +73,7 @@ _log = get_logger(__name__)
 
 async def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError (one line) where it can't start; returns on a clean stop."""
+    sys.setswitchinterval(GIL_SWITCH_S)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
