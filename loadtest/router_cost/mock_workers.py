@@ -80,6 +80,9 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
                 running.pop(request.abort.transfer_id, None)
             elif kind == "prefill":
                 self._queue_prefill(request.prefill, outbox)
+            elif kind == "reserve" and request.reserve.prefill_here:
+                spec = request.reserve.spec
+                running[spec.transfer_id] = _Sequence(spec.transfer_id, 0, spec.sampling.max_tokens)
             elif kind == "reserve":
                 spec, secret = request.reserve.spec, secrets.token_bytes(16)
                 self._commits[secret] = committed = asyncio.get_running_loop().create_future()

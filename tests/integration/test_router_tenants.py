@@ -151,3 +151,17 @@ async def test_without_redis_each_router_gives_its_share():
     assert {answer.kind for answer in answers if isinstance(answer, BatonError)} == {ErrorKind.OVER_QUOTA}
     assert granted == 5
     await down.aclose()
+
+
+async def test_several_routers_share_one_port(folder):
+    async with mock_cluster(folder, settings={"reuse_port": True}) as cluster:
+        port = int(cluster.router.http_url.rsplit(":", 1)[1])
+        base = {"model": str(folder), "redis_url": cluster.redis_server.url, "cluster": CLUSTER, "auth": "anonymous"}
+        async with serve(Settings(**base, port=port, reuse_port=True)) as second:
+            async with asyncio.timeout(10):
+                while not second.fleet.ready:
+                    await second.fleet.wait_changed(0.05)
+            async with asyncio.timeout(20):  # the kernel spreads connections
+                while len({spec.transfer_id.split("-")[0] for spec in cluster.decodes[0].seen}) < 2:
+                    async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=30) as http:
+                        assert (await http.post("/v1/completions", json=body())).status_code == 200

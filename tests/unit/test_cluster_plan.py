@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import resolve_settings
+from common.config import Settings, resolve_settings
 from common.errors import StartupError
 from deploy.child_log import event_of, last_event, startup_error, tail
-from deploy.cluster_plan import DECODE_NICE, MemoryNeed, memory_need, plan_parts, worker_threads
+from deploy.cluster_plan import (
+    DECODE_NICE,
+    MemoryNeed,
+    effective_auth,
+    memory_need,
+    plan_parts,
+    worker_threads,
+)
 from deploy.paths import KEEP_DEAD_RUN_S, RUN_PREFIX, baton_home, remove_dead_runs, run_directory
 from deploy.preflight import available_memory_bytes, check_memory, choose_grpc_port, compiler_note
 from deploy.restart_policy import STARTUP_ERROR_EXIT, RestartPolicy, after_death, describe_exit
@@ -206,3 +213,20 @@ def test_only_old_directories_of_dead_runs_are_removed(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [f"{RUN_PREFIX}{alive}-abc", f"{RUN_PREFIX}{fresh}-abc", "other"]
     )
+
+
+def test_several_routers_are_parts_of_their_own_on_the_same_ports():
+    settings = Settings(router_processes=3)
+    parts = plan_parts(settings, redis_url="unix:///r", model="/m", port=1, grpc_port=2, num_cores=2)
+    routers = [part for part in parts if part.role == "router"]
+    assert [part.name for part in routers] == ["router", "router-1", "router-2"]
+    assert all(part.settings["reuse_port"] and part.settings["port"] == 1 for part in routers)
+
+
+@pytest.mark.parametrize(
+    ("named", "auth"),
+    [({}, "anonymous"), ({"host": "0.0.0.0"}, "keys"), ({"auth": "keys"}, "keys"), ({"tenants_file": "t"}, "keys"),
+     ({"host": "0.0.0.0", "auth": "anonymous"}, "anonymous")],
+)  # fmt: skip
+def test_a_laptop_asks_nobody_for_a_key_and_everything_else_does_unless_told(named, auth):
+    assert effective_auth(Settings(**named)) == auth
