@@ -1,6 +1,6 @@
 """What one tenant's flood does to another's time to first token: a real router, mock workers that take their time.
 
-    python -m loadtest.bench_fairness [--rate 2000]
+    python -m loadtest.bench_fairness [--rate 6000]
 
 light   200-token prompts, Poisson arrivals at 30 % of what the prefill worker can do: alone, then beside
 flood   as many at once as the router lets it have, each answered one followed by the next
@@ -74,7 +74,7 @@ async def measure(router: Router, rate: float, keys: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="~/.cache/baton/models/SmolLM2-135M-Instruct")
-    parser.add_argument("--rate", type=float, default=2000.0, help="prompt tokens/s of the mock prefill worker")
+    parser.add_argument("--rate", type=float, default=6000.0, help="prompt tokens/s of the mock prefill worker")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         tmp = Path(name)

@@ -106,9 +106,8 @@ async def ask(router: Router, text: str | list[int], max_tokens: int, key: str =
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=1 << 20)
     try:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-1\r\ncontent-length: {len(data)}\r\n"
-        )
+        fields = f"host: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\n{fields}"
         started = time.perf_counter()
         writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + data)
         status = await asyncio.wait_for(reader.readline(), 60)
