@@ -34,7 +34,6 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def settings(tiny_model_folder: Path, redis_url: str) -> Settings:
     return Settings(
-        auth="anonymous",
         model=str(tiny_model_folder),
         redis_url=redis_url,
         port=0,
