@@ -98,12 +98,14 @@ class AtWorkers:
 
 def prefill_has_room(windows: Windows, at: AtWorkers, num_tokens: int, *, contended: bool) -> bool:
     """Whether a prompt of so many tokens may go. One a worker always may; a second where only one tenant is about: it
-    keeps the worker busy while the next one is on its way, and no other tenant waits behind it.
+    keeps the worker busy while the next one is on its way, and no other tenant waits behind it. contended: there is
+    another tenant, who would wait behind a whole target's worth of prompts; so the window is at its narrowest.
     """
     workers = max(1, at.num_prefill_workers)
     if at.num_prefilling < workers * (1 if contended else 2):
         return True
-    return at.prefill_tokens + num_tokens <= windows.prefill_tokens * workers
+    window = MIN_PREFILL_TOKENS if contended else windows.prefill_tokens
+    return at.prefill_tokens + num_tokens <= window * workers
 
 
 def running_has_room(windows: Windows, at: AtWorkers) -> bool:
