@@ -10,6 +10,9 @@ import pytest
 
 from deploy.model_fetch import fetch_default_model
 
+# Before any kernel is imported: Triton's interpreter runs them on CPU tensors.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # No test may fail because the machine is busy, and a commit's verdict is the same each time it is asked for.
 # HYPOTHESIS_PROFILE=explore looks for new examples: run by hand, and by night.
 hypothesis.settings.register_profile("baton", deadline=None, derandomize=True)

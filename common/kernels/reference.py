@@ -11,11 +11,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from common.kernels.attention_plan import TILE_ROWS, AttentionPlan, Chunk, DecodeGroup
+from common.engine.batch import Batch
+from common.kernels.attention_plan import TILE_ROWS, AttentionPlan, Chunk, DecodeGroup, plan_attention
 
 
 class ReferenceKernels:
-    """Implements Kernels."""
+    """Implements Kernels[AttentionPlan]."""
+
+    def plan_attention(self, batch: Batch, block_size: int, dtype: torch.dtype) -> AttentionPlan:
+        return plan_attention(batch, block_size, dtype)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return functional.linear(x, weight, bias)
@@ -29,7 +33,21 @@ class ReferenceKernels:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
+    def rope_write_kv(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        pool: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        num_kv_heads = pool.shape[2]
+        self.rope(qkv[:, : num_heads + num_kv_heads], *angles)
+        _, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        self.write_kv(k, v, pool, slot_mapping)
+
     def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """x [T, H, D], in place; cos, sin [T, D/2]."""
         first, second = x.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
         rotated = first * cos - second * sin
@@ -37,6 +55,7 @@ class ReferenceKernels:
         first.copy_(rotated)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """k, v [T, num_kv_heads, D] to slots [T] of the pool."""
         block_size = pool.shape[3]
         where = (slot_mapping // block_size, slot_mapping % block_size)
         for kind, new in enumerate((k, v)):

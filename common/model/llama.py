@@ -8,11 +8,12 @@ has a mixture of experts in the place of the MLP.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from common.engine.batch import Batch
-from common.kernels.attention_plan import AttentionPlan, plan_attention
 from common.kernels.interface import Kernels
 from common.kvcache.kv_cache import KvCache
 from common.model.config import ModelConfig
@@ -23,7 +24,7 @@ from common.model.weights import LayerWeights, LlamaWeights
 class LlamaModel:
     """Implements Model. Owns the weights; the KV cache is the caller's."""
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Kernels[Any]) -> None:
         self._config = config
         self._weights = weights
         self._kernels = kernels
@@ -41,7 +42,7 @@ class LlamaModel:
     def forward(self, batch: Batch, kv_cache: KvCache) -> torch.Tensor:
         """See Model.forward."""
         kernels, weights, eps = self._kernels, self._weights, self._config.rms_norm_eps
-        plan = plan_attention(batch, kv_cache.layout.block_size, self.dtype)
+        plan = kernels.plan_attention(batch, kv_cache.layout.block_size, self.dtype)
         angles = cos_sin(self._inv_freq, batch.positions, self.dtype)
         residual = functional.embedding(batch.token_ids, weights.embed)
         x = torch.zeros_like(residual)
@@ -61,7 +62,7 @@ class LlamaModel:
         pool: torch.Tensor,
         slot_mapping: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
+        plan: Any,
     ) -> torch.Tensor:
         kernels, num_heads, num_kv_heads = self._kernels, self._config.num_heads, self._config.num_kv_heads
         qkv = kernels.linear(x, layer.qkv, layer.qkv_bias)
@@ -70,10 +71,8 @@ class LlamaModel:
             q, k = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads]
             for heads, weight in ((q, layer.q_norm), (k, layer.k_norm)):
                 heads.copy_(kernels.rms_norm(heads, weight, self._config.rms_norm_eps))
-        kernels.rope(qkv[:, : num_heads + num_kv_heads], *angles)
-        q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        kernels.write_kv(k, v, pool, slot_mapping)
-        return kernels.linear(kernels.attention(q, pool, plan, self._scale), layer.o)
+        kernels.rope_write_kv(qkv, num_heads, angles, pool, slot_mapping)
+        return kernels.linear(kernels.attention(qkv[:, :num_heads], pool, plan, self._scale), layer.o)
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         kernels = self._kernels
