@@ -151,6 +151,27 @@ class Settings(BaseModel):
         3.0, ge=0, description="time that running requests get when a process is told to stop"
     )
 
+    # health
+    engine_stall_s: float = Field(
+        2.0,
+        gt=0,
+        description="silence of a worker's engine after which it is unready (a long step is allowed more)",
+    )
+    engine_exit_s: float = Field(
+        10.0, gt=0, description="silence of a worker's engine after which the worker ends, to be started again"
+    )
+    canary_interval_s: float = Field(
+        5.0, ge=0, description="an idle engine computes a token so often, to see whether it still can; 0: never"
+    )
+    worker_silence_s: float = Field(
+        0.8, gt=0, description="silence of a worker after which a router takes its requests elsewhere"
+    )
+    watchdog_s: float = Field(
+        10.0,
+        ge=0,
+        description="silence of a part of `baton serve` after which it is restarted; 0: never",
+    )
+
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["console", "json"] = Field("console", description="lines for people, or JSON objects")

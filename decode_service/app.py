@@ -72,6 +72,7 @@ async def serve(
                     *([PullCollector(None, lender)] if lender else []),
                 ),
                 close_transfers=stack.aclose,
+                measured_rates=loaded.rates,
             )
             await WorkerHost(binding, parts).serve(stop, on_ready)
     finally:

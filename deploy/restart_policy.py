@@ -16,12 +16,14 @@ STARTUP_ERROR_EXIT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """A death within young_s of the start is fast; more than max_fast_deaths of them in a row end the cluster."""
+    """A death within young_s of the start is fast; more than max_fast_deaths of them in a row end the cluster. A part
+    that was alive and is silent for watchdog_s, stopped or stuck, is killed; 0: never."""
 
     first_delay_s: float = 0.2
     longest_delay_s: float = 10.0
     young_s: float = 30.0
     max_fast_deaths: int = 4
+    watchdog_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

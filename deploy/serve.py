@@ -93,7 +93,7 @@ def check_auth(settings: Settings) -> None:
 async def _run(prepared: Prepared, run_dir: Path, console: Console) -> int:
     """Bring the cluster up, keep it until `end`, bring it down. `end`: a result when asked to stop, else a failure."""
     end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    policy = RestartPolicy()
+    policy = RestartPolicy(watchdog_s=prepared.settings.watchdog_s)
 
     def on_give_up(error: GaveUpError) -> None:
         if not end.done():

@@ -1,4 +1,5 @@
-"""Keeps one child process running: starts it tied to our life, restarts it by policy, stops it within a bound.
+"""Keeps one child process running: starts it tied to our life, restarts it by policy, stops it within a bound. One that
+falls silent, stopped or stuck, is killed, and so restarted.
 
 NEW ── start ──► RUNNING ── died ──► WAITING ── delay over ──► RUNNING
  │                 │  └─ died, policy gives up ──► ENDED         │
@@ -23,6 +24,7 @@ from common.errors import StartupError
 from common.telemetry import get_logger
 from deploy.child_log import startup_error, tail
 from deploy.restart_policy import STARTUP_ERROR_EXIT, RestartPolicy, after_death, describe_exit
+from deploy.watchdog import Watchdog
 
 LOG_LINES_SHOWN: Final = 12
 
@@ -77,6 +79,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop_asked = asyncio.Event()
+        self._watchdog: Watchdog | None = None
 
     @property
     def pid(self) -> int | None:
@@ -111,6 +114,22 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _spawn(self, env: dict[str, str]) -> None:
+        watchdog = Watchdog(self._policy.watchdog_s, self._on_silence)
+        try:
+            self._start_process({**env, **watchdog.environment})
+        except BaseException:
+            watchdog.close()
+            raise
+        self._watchdog = watchdog
+        self._move(ChildState.RUNNING)
+
+    def _on_silence(self) -> None:
+        log.warning("killed: it shows no sign of life", child=self.spec.name, silent_s=self._policy.watchdog_s)
+        if self._process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _start_process(self, env: dict[str, str]) -> None:
         with self.spec.log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
                 die_with_parent.command(self.spec.argv),
@@ -120,7 +139,6 @@ class Child:
                 env=env,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
             )
-        self._move(ChildState.RUNNING)
 
     async def _keep_running(self, env: dict[str, str]) -> None:
         clock = asyncio.get_running_loop().time
@@ -129,6 +147,8 @@ class Child:
         while self._process:
             exit_code = await _ended(self._process)
             self._process = None
+            if self._watchdog:
+                self._watchdog.close()
             if self._stop_asked.is_set():
                 break
             verdict = after_death(self._policy, exit_code=exit_code, ran_s=clock() - started, fast_deaths=fast_deaths)

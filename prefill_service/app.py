@@ -67,6 +67,7 @@ async def serve(
                     *([PullCollector(pulling.puller.stats, pulling.lender)] if pulling else []),
                 ),
                 close_transfers=stack.aclose,
+                measured_rates=loaded.rates,
             )
             await WorkerHost(binding, parts).serve(stop, on_ready)
     finally:

@@ -23,7 +23,7 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from common import heap
+from common import heap, sd_notify
 from common.config import Settings
 from common.errors import BatonError, ErrorKind, StartupError
 from common.redis_client import RedisTimeouts, connect
@@ -79,7 +79,7 @@ async def run(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        async with serve(settings) as router:
+        async with serve(settings) as router, alive():
             _log.info("router is listening", http=router.http_url, grpc=router.grpc_address, model=router.model.name)
             heap.settle()
             await stop.wait()
@@ -87,6 +87,16 @@ async def run(settings: Settings) -> None:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def alive() -> AsyncIterator[None]:
+    """Tells the supervisor that this process lives, as long as the context is open."""
+    pats = asyncio.create_task(sd_notify.keep_alive(), name="watchdog")
+    try:
+        yield
+    finally:
+        await end_task(pats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
             stack.callback(sink.close, 0.0)  # where the start fails; else it is closed by then
         metrics, timeline = RouterMetrics(), Timeline(settings.timeline_entries)
         tracer = None if sink is None else RequestTracer(sink, model.name, settings.dial_host, settings.port)
-        fleet = Fleet(f"router-{transfer_prefix}", time.monotonic)
+        fleet = Fleet(f"router-{transfer_prefix}", time.monotonic, settings.worker_silence_s)
         stack.push_async_callback(fleet.close)
         audit, transfers = IndexAudit(redis, settings.cluster, fleet), TransferRate()
         stack.push_async_callback(end_task, asyncio.create_task(audit.run(), name="index audit"))

@@ -23,7 +23,7 @@ from router.dispatcher import Dispatcher
 PRIORITY_CLASSES: Final = ("urgent", "default", "background")
 _ROLES: Final[tuple[Role, ...]] = get_args(Role)
 # As docs/METRICS.md has them; a session that is closed is no member of the fleet any more.
-_WORKER_STATES: Final = (str(SessionState.DIALLING), str(SessionState.READY), "draining")
+_WORKER_STATES: Final = (str(SessionState.DIALLING), str(SessionState.READY), str(SessionState.SILENT), "draining")
 
 
 class ClusterCollector(Collector):

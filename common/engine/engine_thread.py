@@ -3,7 +3,8 @@
     any thread ── put ──► Inbox ──► handle … expire … schedule ──► runner ──► complete ──► on_news (once a round)
                                     └─────────────────── one round ──────────────────┘
 
-An abort is in the inbox before the next step begins, so its blocks are free within one step.
+An abort is in the inbox before the next step begins, so its blocks are free within one step. The loop's heartbeat is
+its `pulse`. An engine that has had nothing to do for a while computes a token of nobody's, to see whether it still can.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final, Protocol
 
 from common.engine.batch import ScheduledSequence
-from common.engine.messages import Command, EngineNews, TransferEvent
+from common.engine.messages import Command, EngineNews, StepShape, TransferEvent
 from common.engine.runner import Runner, StepResult
 from common.errors import BatonError, ErrorKind
 from common.telemetry import get_logger
@@ -42,6 +44,13 @@ class Scheduler(Protocol):
     def expire(self, now: float) -> None: ...
 
     def schedule(self, now: float) -> list[ScheduledSequence]: ...
+
+    @property
+    def step_shape(self) -> StepShape | None: ...
+
+    def begin_canary(self) -> list[ScheduledSequence]: ...
+
+    def end_canary(self) -> None: ...
 
     def complete(self, result: StepResult, now: float) -> None: ...
 
@@ -85,10 +94,23 @@ class Inbox:
             return items
 
 
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """beats: how often the loop has beaten: whenever a round or a step began, or a step ended. step: what it computes
+    now; None between steps."""
+
+    beats: int
+    step: StepShape | None
+
+
+CANARY_SHAPE: Final = StepShape(num_sequences=1, num_prefill_tokens=1, num_decode_tokens=0)
+
+
 class EngineThread:
     """on_news runs in the engine's thread: hand over and return. It must not raise.
 
     clock: monotonic seconds, the one of all deadlines. check_when_idle: verify all counts whenever there is no work.
+    canary_interval_s: an engine without work computes one token so often, to see whether it can; 0: never.
     """
 
     def __init__(
@@ -101,6 +123,7 @@ class EngineThread:
         name: str = "engine",
         clock: Callable[[], float] = time.monotonic,
         check_when_idle: bool = False,
+        canary_interval_s: float = 0.0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -109,7 +132,9 @@ class EngineThread:
         self._clock = clock
         self._check_when_idle = check_when_idle
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._heartbeat = clock()
+        self._pulse = Pulse(0, None)
+        self._canary_interval_s = canary_interval_s or inf
+        self._canary_at = inf
         self._failure: str | None = None
         self._consecutive_failures = 0
         self._has_work = False
@@ -125,9 +150,9 @@ class EngineThread:
         return self._failure
 
     @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the last round began or a step ended. A thread that hangs can't hide it."""
-        return self._clock() - self._heartbeat
+    def pulse(self) -> Pulse:
+        """A thread that hangs can't hide it: its beats stay what they are."""
+        return self._pulse
 
     @property
     def is_alive(self) -> bool:
@@ -139,7 +164,7 @@ class EngineThread:
         return self._scheduler.num_open
 
     def start(self) -> None:
-        self._heartbeat = self._clock()
+        self._canary_at = self._clock() + self._canary_interval_s
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -165,27 +190,59 @@ class EngineThread:
             _log.exception("engine_broken")
             self._failure = f"the engine broke: {type(error).__name__}: {error}"
 
+    def _beat(self, step: StepShape | None = None) -> None:
+        self._pulse = Pulse(self._pulse.beats + 1, step)
+
     def _round(self) -> None:
-        self._heartbeat = self._clock()
+        self._beat()
         timeout_s = 0.0 if self._has_work else self._idle_wait_s()
         for item in self._inbox.drain(timeout_s):
             self._scheduler.handle(item, self._clock())
-        now = self._heartbeat = self._clock()
+        self._beat()
+        now = self._clock()
         self._scheduler.expire(now)
         scheduled = self._scheduler.schedule(now)
         self._has_work = bool(scheduled)
         step_s = self._execute(scheduled) if scheduled else None
-        if not scheduled and self._check_when_idle:
-            self._scheduler.check_integrity()
+        if not scheduled:
+            self._when_idle(now)
         self._tell(step_s)
 
+    def _when_idle(self, now: float) -> None:
+        if now >= self._canary_at:
+            self._run_canary()
+        if self._check_when_idle:
+            self._scheduler.check_integrity()
+
+    def _run_canary(self) -> None:
+        """A token of nobody's. One that fails is followed by another at once: two in a row mean that the engine is
+        broken, and nobody's request was needed to find out."""
+        scheduled = self._scheduler.begin_canary()
+        self._canary_at = self._clock() + self._canary_interval_s
+        if not scheduled:
+            return
+        self._beat(CANARY_SHAPE)
+        try:
+            extras = self._runner.execute(scheduled).extras
+            if extras and (error := extras[0].error) is not None:
+                raise error
+        except Exception as error:
+            self._on_step_failure(error)
+            self._canary_at = self._clock()
+        else:
+            self._consecutive_failures = 0
+        self._scheduler.end_canary()
+        self._beat()
+
     def _idle_wait_s(self) -> float:
-        until_deadline = self._scheduler.earliest_deadline - self._clock()
-        return max(0.0, min(IDLE_WAIT_S, until_deadline))
+        until = min(self._scheduler.earliest_deadline, self._canary_at) - self._clock()
+        return max(0.0, min(IDLE_WAIT_S, until))
 
     def _execute(self, scheduled: Sequence[ScheduledSequence]) -> float:
         """Run one step; returns its seconds."""
         started = self._clock()
+        self._canary_at = started + self._canary_interval_s
+        self._beat(self._scheduler.step_shape)
         try:
             result = self._runner.execute(scheduled)
         except Exception as error:
@@ -193,8 +250,8 @@ class EngineThread:
         else:
             self._consecutive_failures = 0
             self._scheduler.complete(result, self._clock())
-        self._heartbeat = self._clock()
-        return self._heartbeat - started
+        self._beat()
+        return self._clock() - started
 
     def _on_step_failure(self, error: Exception) -> None:
         _log.exception("step_failed")
@@ -211,6 +268,7 @@ class EngineThread:
         self._scheduler.stop(error, self._clock())
         self._tell(None)
         while self._scheduler.num_open and self._clock() < (self._stop_by or -inf):
+            self._beat()
             for item in self._inbox.drain(STOP_POLL_S):
                 self._scheduler.handle(item, self._clock())
             self._tell(None)

@@ -38,7 +38,7 @@ from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import Allocation, PrefixCache
 from common.logprobs import TokenLogprobs
 from common.rpc.worker_messages import LoadReport, SequenceSpec
-from common.sampling_params import FinishReason
+from common.sampling_params import FinishReason, SamplingParams
 
 Post = Callable[[TransferEvent], None]
 OVERLOADED_RETRY_AFTER_S: Final = 1.0
@@ -86,6 +86,7 @@ class SequenceScheduler(ABC, Generic[S]):
         self._step: list[tuple[S, ScheduledSequence]] = []
         self._step_shape: StepShape | None = None
         self._step_began_at = 0.0
+        self._canary_blocks: list[int] = []
         self._budget_limits = BudgetLimits(config.chunk_budget_tokens, config.step_target_s)
         self._budget = first_budget(self._budget_limits, config.rates.token_ns / 1e9)
         self._by_owner: dict[int, OwnerNews] = {}
@@ -150,6 +151,25 @@ class SequenceScheduler(ABC, Generic[S]):
         self._step_began_at = now
         self._step_shape = _shape_of(self._step) if self._step else None
         return [scheduled for _, scheduled in self._step]
+
+    @property
+    def step_shape(self) -> StepShape | None:
+        """Of the step that was decided on last."""
+        return self._step_shape
+
+    def begin_canary(self) -> list[ScheduledSequence]:
+        """A step of one token that belongs to nobody, in a block of its own until `end_canary`; empty where none is
+        free. To be called when there is nothing else to do."""
+        taken = self._cache.allocate([], 1)
+        if taken is None:
+            return []
+        self._canary_blocks = taken.block_ids
+        return [ScheduledSequence([0], 0, taken.block_ids, SamplingParams(max_tokens=1))]
+
+    def end_canary(self) -> None:
+        """Its KV is nobody's."""
+        self._pool.release(self._canary_blocks)
+        self._canary_blocks = []
 
     def complete(self, result: StepResult, now: float) -> None:
         """The step has run. Of a sequence that failed in it, the new KV can't be trusted."""

@@ -152,6 +152,9 @@ def load_to_proto(load: LoadReport) -> worker_pb2.LoadReport:
         prefix_queries_total=load.prefix_queries_total,
         prefix_hits_total=load.prefix_hits_total,
         step_rates=None if load.step_rates is None else _rates_to_proto(load.step_rates),
+        engine_beats=load.engine_beats,
+        engine_stalled=load.engine_stalled,
+        draining=load.draining,
     )
 
 
@@ -166,6 +169,9 @@ def load_from_proto(load: worker_pb2.LoadReport) -> LoadReport:
         prefix_queries_total=load.prefix_queries_total,
         prefix_hits_total=load.prefix_hits_total,
         step_rates=_rates_from_proto(load.step_rates) if load.HasField("step_rates") else None,
+        engine_beats=load.engine_beats,
+        engine_stalled=load.engine_stalled,
+        draining=load.draining,
     )
 
 

@@ -108,7 +108,9 @@ class LoadReport:
     the prefix cache. step_rates: None until learned. The rest is the worker's own and not told to routers. Of the
     hits, the host tier brought prefix_host_hits_total. num_host_blocks: the host tier's slots, 0 where there is none;
     saves and loads are blocks copied out of and into the pool. Of the preemptions, num_swapped_total left KV to host
-    memory, num_offered_total were offered to other workers. chunk_budget_tokens: of the next step.
+    memory, num_offered_total were offered to other workers. chunk_budget_tokens: of the next step. engine_beats grows
+    while the engine's loop is alive. engine_stalled: it is silent for longer than a step can take. draining: no new
+    sequences are taken.
     """
 
     num_running: int = 0
@@ -130,3 +132,6 @@ class LoadReport:
     num_offered_total: int = 0
     chunk_budget_tokens: int = 0
     num_dropped_events_total: int = 0
+    engine_beats: int = 0
+    engine_stalled: bool = False
+    draining: bool = False

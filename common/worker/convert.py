@@ -23,7 +23,7 @@ from common.rpc.worker_convert import (
     target_to_proto,
     timings_to_proto,
 )
-from common.worker.info import WorkerInfo
+from common.worker.info import BEAT_S, WorkerInfo
 
 # More would not be asked before computing is done.
 MAX_PULL_SOURCES: Final = 4
@@ -60,6 +60,7 @@ def info_to_proto(info: WorkerInfo) -> worker_pb2.GetInfoResponse:
         num_blocks=info.num_blocks,
         max_model_len=info.max_model_len,
         dtype=info.dtype,
+        heartbeat_ms=round(BEAT_S * 1e3),
     )
 
 

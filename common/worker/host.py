@@ -19,6 +19,8 @@ from typing import Final
 from prometheus_client.registry import Collector
 
 from baton.worker.v1 import worker_pb2_grpc
+from common import sd_notify
+from common.engine.cost_rates import CostRates
 from common.engine.engine_thread import EngineThread, Inbox, Scheduler
 from common.engine.messages import DrainCommand, EngineNews
 from common.engine.runner import Runner
@@ -27,16 +29,16 @@ from common.step_rates import StepRateEstimator
 from common.telemetry import get_logger
 from common.tracing import open_sink
 from common.worker.binding import WORKER_SERVICE, Binding
+from common.worker.heartbeat import Heartbeat
 from common.worker.info import WorkerInfo
 from common.worker.leg_reports import LegReporter
+from common.worker.liveness import LivenessLimits
 from common.worker.metrics import WorkerMetrics
 from common.worker.publisher_metrics import PublisherCollector
 from common.worker.registry_publisher import RegistryPublisher, connect
 from common.worker.session import SessionHub
 
 WATCH_INTERVAL_S: Final = 0.25
-# A single step may take seconds on a slow machine; none takes this long.
-WEDGED_AFTER_S: Final = 60.0
 ABORT_TIMEOUT_S: Final = 2.0
 GRPC_GRACE_S: Final = 0.2
 STAGE_TIMEOUT_S: Final = 10.0
@@ -52,7 +54,8 @@ OnReady = Callable[[WorkerInfo], None]
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """What a phase brings. services: full gRPC names besides the worker's own, added to the server already.
-    close_transfers: called once, after the engine has stopped; idempotent."""
+    close_transfers: called once, after the engine has stopped; idempotent. measured_rates: what steps take, until
+    enough have run."""
 
     scheduler: Scheduler
     runner: Runner
@@ -60,6 +63,7 @@ class WorkerParts:
     services: tuple[str, ...]
     transfer_metrics: Sequence[Collector]
     close_transfers: Callable[[], Awaitable[None]]
+    measured_rates: CostRates
 
 
 class WorkerHost:
@@ -87,11 +91,20 @@ class WorkerHost:
             self._relay_news,
             name=f"{info.role}-engine",
             check_when_idle=settings.check_when_idle,
+            canary_interval_s=settings.canary_interval_s,
+        )
+        self._heartbeat = Heartbeat(
+            self._engine,
+            self._hub,
+            binding.server,
+            LivenessLimits(settings.engine_stall_s, settings.engine_exit_s),
+            lambda: self._step_rates.rates,
+            parts.measured_rates,
         )
 
     async def serve(self, stop: asyncio.Event, on_ready: OnReady | None = None) -> None:
         """Until `stop` is set, or the engine fails: StartupError with exit code 1 then. Leaves nothing behind."""
-        hub_task = asyncio.create_task(self._hub.run(), name="load-reports")
+        heartbeat = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
         failure: str | None = None
         try:
             await self._come_up()
@@ -100,8 +113,8 @@ class WorkerHost:
             failure = await self._watch(stop)
         finally:
             await self._go_down(failure)
-            hub_task.cancel()
-            await asyncio.gather(hub_task, return_exceptions=True)
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
         if failure is not None:
             raise StartupError(f"worker {self._binding.info.worker_id} ends: {failure}", exit_code=ENGINE_FAILURE_EXIT)
 
@@ -110,8 +123,9 @@ class WorkerHost:
         self._engine.start()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._hub, server.server)
         await server.start((WORKER_SERVICE, *self._parts.services))
-        await server.set_serving(True)
+        await self._heartbeat.set_serving(True)
         await self._publisher.start()
+        sd_notify.notify("READY=1")
         _log.info(
             "ready",
             address=info.grpc_address,
@@ -137,15 +151,18 @@ class WorkerHost:
             return self._engine.failure
         if not self._engine.is_alive:
             return "the engine's thread has ended"
-        age_s = self._engine.heartbeat_age_s
-        return f"the engine has hung in a step for {age_s:.0f} s" if age_s > WEDGED_AFTER_S else None
+        if self._heartbeat.lost.is_set():
+            return f"the engine's loop has not moved for {self._binding.settings.engine_exit_s:g} s (engine_exit_s)"
+        return None
 
     async def _go_down(self, failure: str | None) -> None:
         _log.info("stopping")
+        sd_notify.notify("STOPPING=1")
         self._publisher.drain()
+        self._hub.drain()
         self._idle.clear()
         self._parts.inbox.put(DrainCommand())
-        await self._stage("health", self._binding.server.set_serving(False))
+        await self._stage("health", self._heartbeat.set_serving(False))
         if failure is None:
             await self._drain()
         await self._stage("engine", asyncio.to_thread(self._engine.stop, ABORT_TIMEOUT_S))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import Final
 
 from common.registry import Role, WorkerRecord
+
+# A worker's sessions hear from it at least so often.
+BEAT_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
@@ -36,14 +38,13 @@ from common.rpc.worker_convert import load_to_proto
 from common.rpc.worker_messages import LoadReport
 from common.telemetry import get_logger
 from common.worker import convert
-from common.worker.info import WorkerInfo
+from common.worker.info import BEAT_S, WorkerInfo
 from common.worker.leg_reports import log_failed_leg
 
 HELLO_TIMEOUT_S: Final = 10.0
 MAX_SESSIONS: Final = 256
 # Frames that a router has not read; one a step, so at 10 ms a step some 20 s.
 MAX_QUEUED_FRAMES: Final = 2048
-LOAD_INTERVAL_S: Final = 0.5
 INBOX_POLL_S: Final = 0.005
 CLOSE_TIMEOUT_S: Final = 1.0
 
@@ -106,7 +107,7 @@ class _Session:
 class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
     """Serves WorkerService, and hands the engine's news to the sessions they are for.
 
-    max_timeout_s: bound on the deadlines that routers ask for. `run` must be a task of the host.
+    max_timeout_s: bound on the deadlines that routers ask for. `beat` must be called every BEAT_S.
     """
 
     def __init__(self, info: WorkerInfo, inbox: Inbox, max_timeout_s: float) -> None:
@@ -116,6 +117,9 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         self._sessions: dict[int, _Session] = {}
         self._owners = count(1)
         self._load = LoadReport(num_free_blocks=info.num_blocks, num_blocks=info.num_blocks)
+        self._beats = 0
+        self._stalled = False
+        self._draining = False
         self._closing = False
 
     # From the engine, by way of the event loop
@@ -123,7 +127,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
     def on_news(self, news: EngineNews) -> None:
         """Exactly one StepOutput to each session that has outputs; the others hear when the load changed."""
         self._load = news.load
-        load = load_to_proto(news.load)
+        load = self._load_frame()
         for session in list(self._sessions.values()):
             own = news.by_owner.get(session.owner)
             if own is None and session.told_load == _load_key(news.load):
@@ -140,14 +144,27 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         session.told_at = time.monotonic()
         session.send(convert.news_frames(news, load))
 
-    async def run(self) -> None:
-        """A load report to every session that heard nothing for a while, until cancelled."""
-        while True:
-            await asyncio.sleep(LOAD_INTERVAL_S / 2)
-            long_ago = time.monotonic() - LOAD_INTERVAL_S
-            for session in list(self._sessions.values()):
-                if session.told_at <= long_ago and session.is_idle:
-                    self._tell(session, None, load_to_proto(self._load))
+    def beat(self, beats: int, *, stalled: bool) -> None:
+        """A load report to every session that heard nothing for BEAT_S, and to all when the engine stalls or recovers.
+        beats: of the engine's loop."""
+        changed, self._stalled, self._beats = stalled != self._stalled, stalled, beats
+        long_ago = time.monotonic() - BEAT_S
+        self._tell_load(lambda session: changed or (session.told_at <= long_ago and session.is_idle))
+
+    def drain(self) -> None:
+        """Tell all routers, before anything else, that no new sequences are taken."""
+        self._draining = True
+        self._tell_load(lambda _: True)
+
+    def _tell_load(self, to: Callable[[_Session], bool]) -> None:
+        load = self._load_frame()
+        for session in list(self._sessions.values()):
+            if to(session):
+                self._tell(session, None, load)
+
+    def _load_frame(self) -> worker_pb2.LoadReport:
+        state = replace(self._load, engine_beats=self._beats, engine_stalled=self._stalled, draining=self._draining)
+        return load_to_proto(state)
 
     async def close(self) -> None:
         """End all sessions once their frames are written, and refuse new ones. Waits up to CLOSE_TIMEOUT_S."""
@@ -180,7 +197,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
         _log.info("router connected", router_id=session.router_id)
         try:
             session.send([convert.welcome_frame(self._info)])
-            self._tell(session, None, load_to_proto(self._load))
+            self._tell(session, None, self._load_frame())
             await self._serve(session, context)
         finally:
             del self._sessions[session.owner]
@@ -238,7 +255,7 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
                 session.fail(invalid("a frame without a command this worker knows"))
                 return
             if (refusal := self._refusal(command)) is not None:
-                self._tell(session, OwnerNews(outputs=[refusal]), load_to_proto(self._load))
+                self._tell(session, OwnerNews(outputs=[refusal]), self._load_frame())
                 continue
             while self._inbox.is_full:  # noqa: ASYNC110 (another thread empties it)
                 await asyncio.sleep(INBOX_POLL_S)

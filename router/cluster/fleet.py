@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.registry import Role, WorkerRecord
 from common.telemetry import get_logger
-from router.cluster.worker_session import SessionEvent, WorkerSession
+from router.cluster.worker_session import DEFAULT_SILENCE_S, SessionEvent, WorkerSession
 
 _log = get_logger(__name__)
 
@@ -23,10 +23,11 @@ class _Member:
 class Fleet:
     """Owns the sessions and their tasks. All methods belong to the event loop.
 
-    clock: monotonic seconds.
+    clock: monotonic seconds. silence_s: after which a worker counts as lost.
     """
 
-    def __init__(self, router_id: str, clock: Callable[[], float]) -> None:
+    def __init__(self, router_id: str, clock: Callable[[], float], silence_s: float = DEFAULT_SILENCE_S) -> None:
+        self._silence_s = silence_s
         self._router_id = router_id
         self._clock = clock
         self._members: dict[str, _Member] = {}
@@ -64,7 +65,7 @@ class Fleet:
 
     def usable(self, role: Role) -> list[WorkerSession]:
         """Those that may take new work: connected and not draining."""
-        return [s for s in self.sessions(role) if s.ready and not s.record.draining]
+        return [s for s in self.sessions(role) if s.accepting]
 
     def session(self, worker_id: str) -> WorkerSession | None:
         member = self._members.get(worker_id)
@@ -113,7 +114,7 @@ class Fleet:
         await _wait_all(self._ending)
 
     def _add(self, record: WorkerRecord) -> None:
-        session = WorkerSession(record, self._router_id, self._notify, self._clock)
+        session = WorkerSession(record, self._router_id, self._notify, self._clock, self._silence_s)
         task = asyncio.create_task(session.run(), name=f"session {record.worker_id}")
         self._members[record.worker_id] = _Member(session, task)
         self._notify()

@@ -1,6 +1,10 @@
 """The router's one session with one worker: dial, hello, commands out, frames in, and what of ours runs there.
 
-DIALLING ──Welcome──► READY ──end of stream, however──► DIALLING (after a pause) … CLOSED
+    DIALLING ──Welcome──► READY ◄── it is heard again ── SILENT ◄── nothing heard, or its engine stalled ── READY
+       ▲                    └──── end of stream, however ──┴──► DIALLING (after a pause) … CLOSED
+
+Whatever runs on a worker hears of a loss as soon as it falls silent: its requests go on elsewhere. The session stays:
+where it was only a pause, the worker gets work again.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
+from math import inf
 from typing import Any, Final
 
 import grpc
@@ -20,6 +25,7 @@ from common.errors import BatonError, ErrorKind
 from common.registry import WorkerRecord
 from common.rpc.worker_convert import load_from_proto, logprobs_from_proto, target_from_proto
 from common.rpc.worker_messages import LoadReport, PullSource, SequenceSpec, TransferTarget
+from common.silence import SilenceTimer
 from common.telemetry import get_logger
 from router.cluster import convert
 from router.cluster.messages import LegListener
@@ -33,7 +39,12 @@ LAST_BACKOFF_S: Final = 2.0
 REPORT_LIFETIME_S: Final = 5.0
 # Commands that a worker has not read. More of them mean that it is stuck: the session ends.
 MAX_OUTBOX_FRAMES: Final = 8192
-# A worker that answers no ping for this long, stopped or cut off, is lost.
+# Silence is judged so often.
+LOOK_S: Final = 0.1
+DEFAULT_SILENCE_S: Final = 0.8
+# Heartbeats that may be missed, whatever silence is set.
+MIN_MISSED_BEATS: Final = 2
+# A worker that answers no ping for this long is gone: silence alone may be a pause.
 CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
@@ -52,22 +63,30 @@ _Call = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionR
 class SessionState(StrEnum):
     DIALLING = "dialling"
     READY = "ready"
+    SILENT = "silent"
     CLOSED = "closed"
 
 
 class SessionEvent(StrEnum):
     CONNECTED = "connected"
+    SILENT = "silent"
     LOST = "lost"
 
 
 class WorkerSession:
     """All methods belong to the event loop. `run` is a task of the fleet; the rest is synchronous.
 
-    on_change: called whenever the session becomes ready or stops being so. clock: monotonic seconds.
+    on_change: called whenever the session becomes ready, or able to take work, or stops being so. clock: monotonic
+    seconds. silence_s: after which a worker that promised heartbeats counts as lost.
     """
 
     def __init__(
-        self, record: WorkerRecord, router_id: str, on_change: Callable[[], None], clock: Callable[[], float]
+        self,
+        record: WorkerRecord,
+        router_id: str,
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
         self.record = record
         self.num_late_frames = 0
@@ -82,6 +101,10 @@ class WorkerSession:
         self._overflow = asyncio.Event()
         self._report: LoadReport | None = None
         self._reported_at = 0.0
+        self._silence_s = silence_s
+        self._allowed_silence_s = inf
+        self._silence = SilenceTimer(LOOK_S, clock())
+        self._draining = False
 
     @property
     def state(self) -> SessionState:
@@ -90,6 +113,11 @@ class WorkerSession:
     @property
     def ready(self) -> bool:
         return self._state is SessionState.READY
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new work may be sent there."""
+        return self.ready and not self._draining and not self.record.draining
 
     @property
     def report(self) -> LoadReport | None:
@@ -107,7 +135,7 @@ class WorkerSession:
         free = report.num_free_blocks if report else self.record.num_blocks
         return WorkerLoad(
             worker_id=self.record.worker_id,
-            usable=self.ready and not self.record.draining,
+            usable=self.accepting,
             num_blocks=self.record.num_blocks,
             num_free_blocks=max(0, free - self._subscriptions.unconfirmed_blocks),
             num_running=max(report.num_running + report.num_waiting if report else 0, len(self._subscriptions)),
@@ -199,6 +227,10 @@ class WorkerSession:
         if (info.worker_id, info.epoch) != (self.record.worker_id, self.record.epoch):
             raise BatonError(ErrorKind.STALE_EPOCH, f"{info.worker_id} of epoch {info.epoch} answers at this address")
         self._overflow.clear()
+        beat_s = info.heartbeat_ms / 1e3
+        self._allowed_silence_s = max(self._silence_s, MIN_MISSED_BEATS * beat_s) if beat_s else inf
+        self._silence = SilenceTimer(LOOK_S, self._clock())
+        self._draining = False
         self._state = SessionState.READY
         self.num_events[SessionEvent.CONNECTED] += 1
         self._on_change()
@@ -208,7 +240,8 @@ class WorkerSession:
         writer = asyncio.create_task(self._write(call))
         overflow = asyncio.create_task(self._overflow.wait())
         reader = asyncio.create_task(self._read(call))
-        tasks: tuple[asyncio.Task[Any], ...] = (reader, writer, overflow)
+        listener = asyncio.create_task(self._listen())
+        tasks: tuple[asyncio.Task[Any], ...] = (reader, writer, overflow, listener)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if overflow.done():
@@ -234,21 +267,55 @@ class WorkerSession:
             response = await call.read()
             if not isinstance(response, worker_pb2.SessionResponse):
                 return
+            self._silence.heard()
             if response.HasField("step"):
                 self._on_step(response.step)
             elif response.HasField("reserved"):
                 self._on_reserved(response.reserved)
 
+    async def _listen(self) -> None:
+        """Judge the worker's silence, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._silence.look(self._clock()) >= self._allowed_silence_s and self.ready:
+                self._fall_silent(f"nothing was heard for {self._silence.seconds:.1f} s")
+
+    def _fall_silent(self, reason: str) -> None:
+        """READY → SILENT: what runs there is told off, in case it reads that one day, and goes on elsewhere."""
+        _log.warning("worker is silent", worker_id=self.record.worker_id, reason=reason)
+        self._state = SessionState.SILENT
+        self.num_events[SessionEvent.SILENT] += 1
+        lost = self._subscriptions.remove_all()
+        self._outbox.extend(convert.abort_frame(transfer_id) for transfer_id, _ in lost)
+        self._outbox_filled.set()
+        self._on_change()
+        self._tell_loss(lost)
+
+    def _follow(self, report: LoadReport) -> None:
+        """What a report says of the worker's ability to work."""
+        if report.engine_stalled and self.ready:
+            self._fall_silent("its engine is stuck")
+        elif self._state is SessionState.SILENT and not report.engine_stalled:
+            _log.info("worker is heard again", worker_id=self.record.worker_id)
+            self._state = SessionState.READY
+            self._on_change()
+        if report.draining != self._draining:
+            self._draining = report.draining
+            self._on_change()
+
     def _lose(self) -> None:
         """The connection is over: everybody hears of it once, and nothing of ours counts here any more."""
-        was_ready = self.ready
+        was_connected = self._state in (SessionState.READY, SessionState.SILENT)
         self._state = SessionState.DIALLING
         self._outbox.clear()
         self._report = None
         lost = self._subscriptions.remove_all()
-        if was_ready:
+        if was_connected:
             self.num_events[SessionEvent.LOST] += 1
             self._on_change()
+        self._tell_loss(lost)
+
+    def _tell_loss(self, lost: Sequence[tuple[str, LegListener]]) -> None:
         for transfer_id, listener in lost:
             try:
                 listener.on_lost(self._lost_error())
@@ -271,6 +338,7 @@ class WorkerSession:
         if step.HasField("load"):
             self._report = load_from_proto(step.load)
             self._reported_at = self._clock()
+            self._follow(self._report)
         for output in step.outputs:
             transfer_id, token_ids = output.transfer_id, output.token_ids
             table = self._subscriptions
@@ -299,4 +367,5 @@ class WorkerSession:
             listener.on_lost(BatonError(ErrorKind.INTERNAL, "the router failed on a worker's answer"))
 
     def _lost_error(self) -> BatonError:
-        return BatonError(ErrorKind.LEASE_LOST, f"worker {self.record.worker_id} is not connected")
+        problem = "has fallen silent" if self._state is SessionState.SILENT else "is not connected"
+        return BatonError(ErrorKind.LEASE_LOST, f"worker {self.record.worker_id} {problem}")

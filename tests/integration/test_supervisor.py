@@ -23,6 +23,7 @@ from deploy.local_cluster import EmbeddedRedisPart, LocalCluster, child_environm
 from deploy.preflight import check_port, choose_grpc_port
 from deploy.restart_policy import RestartPolicy
 from deploy.supervisor import Child, ChildSpec, ChildState, GaveUpError
+from deploy.watchdog import Watchdog
 from tests.processes import all_gone, becomes_true, gone
 
 SLEEPS = "import time; time.sleep(600)"
@@ -93,6 +94,41 @@ async def test_a_child_that_dies_is_started_again(tmp_path):
     await supervised.child.stop(5)
     assert gone(second)
     assert supervised.child.state is ChildState.ENDED
+
+
+PATS = """
+import time
+from common.sd_notify import notify
+while True:
+    notify("WATCHDOG=1")
+    print("up", flush=True)
+    time.sleep(0.1)
+"""
+
+
+async def test_a_child_that_stops_moving_is_killed_and_started_again(tmp_path):
+    supervised = Supervised(tmp_path, PATS, RestartPolicy(first_delay_s=0.01, watchdog_s=2.0))
+    await supervised.wrote("up")
+    first = supervised.child.pid
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: supervised.child.pid not in (first, None))
+    assert gone(first)
+    await supervised.child.stop(5)
+
+
+async def test_a_child_that_never_pats_the_watchdog_is_left_alone(tmp_path):
+    silences = []
+    dog = Watchdog(0.01, lambda: silences.append(1))
+    dog._on_look()
+    sent = {**os.environ, **dog.environment}
+    code = "from common.sd_notify import notify; notify('WATCHDOG=1')"
+    dog._on_look()
+    assert not silences
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], env=sent, check=True, timeout=DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while not silences:  # noqa: ASYNC110 (its timer looks by itself)
+            await asyncio.sleep(0.02)
+    dog.close()
 
 
 async def test_a_restart_that_the_machine_refuses_is_tried_again(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from common.config import Settings
 from common.embedded_redis import EmbeddedRedis
 from common.errors import StartupError
 from common.registry import blocks_key, decode_record, worker_key
+from common.worker import liveness
 from common.worker import session as session_module
 from common.worker.loading import LoadedModel, load
 from tests.worker_harness import RouterSession, RunningWorker, make_spec, scrape, start_worker, worker
@@ -178,6 +180,54 @@ async def test_an_engine_that_fails_twice_ends_the_worker_with_a_line_and_a_code
     redis = Redis.from_url(settings.redis_url.get_secret_value())
     assert await redis.exists(worker_key("default", running.info.worker_id)) == 0
     await redis.aclose()
+
+
+class HeldRunner:
+    """Computes when `go_on` is set."""
+
+    def __init__(self, runner) -> None:
+        self.runner = runner
+        self.go_on = threading.Event()
+
+    def execute(self, scheduled):
+        assert self.go_on.wait(20)
+        return self.runner.execute(scheduled)
+
+
+async def health(info) -> int:
+    async with grpc.aio.insecure_channel(info.grpc_address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=""))
+        return int(answer.status)
+
+
+async def test_a_stuck_engine_is_unready_and_said_to_be_stuck_until_it_moves_again(settings, loaded, monkeypatch):
+    monkeypatch.setattr(liveness, "COLD_STALL_S", 0.5)
+    held = HeldRunner(loaded.runner)
+    short = settings.model_copy(update={"engine_stall_s": 0.5})
+    stuck = worker("decode", short, replace(loaded, runner=held))
+    async with stuck as running, RouterSession(running.info) as session:
+        await session.until(lambda: session.load is not None and session.load.engine_beats > 1)
+        assert await health(running.info) == health_pb2.HealthCheckResponse.SERVING
+        await run_alone(session, "t", [1, 2, 3])
+        await session.until(lambda: session.load is not None and session.load.engine_stalled)
+        assert await health(running.info) == health_pb2.HealthCheckResponse.NOT_SERVING
+        held.go_on.set()
+        assert (await session.ended("t")).tokens
+        await session.until(lambda: session.load is not None and not session.load.engine_stalled)
+        assert await health(running.info) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_an_engine_that_stays_stuck_ends_its_worker_for_the_supervisor_to_start_it_again(
+    settings, loaded, monkeypatch
+):
+    monkeypatch.setattr(liveness, "COLD_STALL_S", 0.3)
+    held = HeldRunner(loaded.runner)
+    short = settings.model_copy(update={"engine_stall_s": 0.3, "engine_exit_s": 0.6, "canary_interval_s": 0.1})
+    running = await start_worker("decode", short, replace(loaded, runner=held))
+    with pytest.raises(StartupError, match="has not moved") as caught:  # the canary alone finds it out
+        await running.task
+    assert caught.value.exit_code == 1
+    held.go_on.set()
 
 
 async def test_a_port_in_use_is_one_line_that_says_what_to_do(settings, loaded):

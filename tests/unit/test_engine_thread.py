@@ -9,13 +9,14 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from common.engine.engine_thread import EngineThread, Inbox
-from common.engine.messages import AbortCommand, EngineNews, LegOutput
+from common.engine.messages import AbortCommand, EngineNews, LegOutput, StepShape
 from common.errors import ErrorKind
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.prefix_cache import PrefixCache
 from common.sampling_params import FinishReason
 from decode_service.scheduler import DecodeScheduler
 from kv_transfer.types import WorkerIdentity
+from tests.processes import becomes_true
 from tests.unit.engine_fakes import FakeKv, FakeReceiver, FakeRunner, make_config, make_spec, reference_output, reserve
 
 BOUND_S = 20.0
@@ -134,9 +135,7 @@ def test_a_bug_in_the_scheduler_ends_the_thread_and_is_told(harness):
     assert harness.engine.failure == "the engine broke: ZeroDivisionError: bug"
 
 
-def test_a_hanging_step_shows_in_the_heartbeat_and_an_idle_engine_does_not():
-    clock = [100.0]
-    harness = Harness()
+def test_a_hanging_step_stops_the_beats_and_shows_what_it_is(harness):
     entered, go_on = threading.Event(), threading.Event()
     execute = harness.runner.execute
 
@@ -146,17 +145,55 @@ def test_a_hanging_step_shows_in_the_heartbeat_and_an_idle_engine_does_not():
         return execute(scheduled)
 
     harness.runner.execute = hanging
-    engine = EngineThread(harness.scheduler, harness.runner, harness.inbox, harness.news.put, clock=lambda: clock[0])
-    engine.start()
-    harness.inbox.put(reserve(make_spec("a", [1], max_tokens=1), prefill_here=True))
+    harness.engine.start()
+    harness.inbox.put(reserve(make_spec("a", [1, 2, 3], max_tokens=1), prefill_here=True))
     assert entered.wait(BOUND_S)
-    clock[0] += 60.0
-    assert engine.heartbeat_age_s >= 60.0
+    stuck = harness.engine.pulse
+    assert stuck.step == StepShape(1, 3, 0)
+    assert harness.engine.pulse == stuck
     go_on.set()
     harness.outputs_until(ended)
-    clock[0] += 1.0
+    assert becomes_true(lambda: harness.engine.pulse.step is None)
+    assert harness.engine.pulse.beats > stuck.beats
+
+
+def test_an_idle_engine_beats(harness):
+    harness.engine.start()
+    first = harness.engine.pulse.beats
+    assert becomes_true(lambda: harness.engine.pulse.beats > first + 2)
+
+
+def idle_engine(harness: Harness) -> EngineThread:
+    return EngineThread(
+        harness.scheduler,
+        harness.runner,
+        harness.inbox,
+        harness.news.put,
+        check_when_idle=True,
+        canary_interval_s=0.01,
+    )
+
+
+def test_an_idle_engine_computes_a_canary_that_is_nobodys(harness):
+    engine = idle_engine(harness)
+    engine.start()
+    assert becomes_true(lambda: len(harness.runner.steps) >= 3)
+    harness.inbox.put(reserve(make_spec("a", [1, 2, 3], max_tokens=2), prefill_here=True))
+    assert harness.outputs_until(ended)[-1].error is None
     assert engine.stop(BOUND_S)
-    assert engine.heartbeat_age_s <= 1.0
+    assert harness.pool.num_free == 64
+    assert engine.failure is None
+
+
+def test_a_broken_device_is_found_out_by_the_canary_alone(harness):
+    def broken(_):
+        raise RuntimeError("the device is gone")
+
+    harness.runner.execute = broken
+    engine = idle_engine(harness)
+    engine.start()
+    assert becomes_true(lambda: engine.failure is not None)
+    assert "the device is gone" in (engine.failure or "")
 
 
 def test_stop_ends_all_sequences_and_may_be_called_at_any_time(harness):

@@ -285,6 +285,39 @@ def test_a_lost_session_tells_everybody_once_and_forgets_what_late_frames_say():
     assert heard[0].tokens == []
 
 
+def stalled(session: WorkerSession, *, engine_stalled: bool) -> None:
+    load = worker_pb2.LoadReport(num_free_blocks=9, num_blocks=9, engine_stalled=engine_stalled)
+    session._on_step(worker_pb2.StepOutput(load=load))
+
+
+def test_what_runs_where_the_engine_is_stuck_goes_on_elsewhere_and_the_mark_expires():
+    worker, heard = PlayedWorker("d0", "decode"), Heard()
+    session = worker.session
+    session.subscribe("t", heard, prefill_tokens=5, blocks=1)
+    for _ in range(2):
+        stalled(session, engine_stalled=True)
+    assert [error.kind for error in heard.lost] == [ErrorKind.LEASE_LOST]
+    assert (session.state, session.accepting, session.load().usable) == (SessionState.SILENT, False, False)
+    assert worker.pop_command().abort.transfer_id == "t", "when it moves again it must not go on with that"
+    with pytest.raises(BatonError, match="fallen silent"):
+        session.subscribe("u", Heard())
+    stalled(session, engine_stalled=False)
+    assert session.accepting
+    session.subscribe("u", Heard())
+    worker.lose()
+    assert session.num_events == {"connected": 0, "silent": 1, "lost": 1}
+
+
+def test_a_worker_that_says_that_it_drains_gets_nothing_new_and_keeps_what_it_has():
+    worker, heard = PlayedWorker("d0", "decode"), Heard()
+    worker.session.subscribe("t", heard)
+    worker.session._on_step(worker_pb2.StepOutput(load=worker_pb2.LoadReport(draining=True)))
+    assert worker.session.ready
+    assert not worker.session.accepting
+    worker.output("t", first_index=0, token_ids=[1])
+    assert (heard.tokens, heard.lost) == ([1], [])
+
+
 def test_a_prefill_command_says_whom_to_pull_from():
     worker = PlayedWorker("p0", "prefill")
     spec = SequenceSpec("t", "r", [1, 2], 2, b"h" * 16, SamplingParams(max_tokens=1), deadline=time.monotonic() + 5)

@@ -41,7 +41,7 @@ def figures(kind: type) -> st.SearchStrategy:
     """A dataclass of numbers, whichever it has."""
     seconds = st.floats(0, 1e6)
     rates = st.none() | st.builds(StepRates, seconds, seconds, seconds)
-    values = {"int": U32, "float": seconds, "StepRates | None": rates}
+    values = {"int": U32, "float": seconds, "bool": st.booleans(), "StepRates | None": rates}
     return st.builds(kind, **{field.name: values[str(field.type)] for field in fields(kind)})
 
 

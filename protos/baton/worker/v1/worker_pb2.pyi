@@ -65,6 +65,7 @@ class GetInfoResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """One incarnation of the worker: new at every start."""
@@ -76,6 +77,8 @@ class GetInfoResponse(_message.Message):
     num_blocks: _builtins.int
     max_model_len: _builtins.int
     dtype: _builtins.str
+    heartbeat_ms: _builtins.int
+    """A session hears from the worker at least so often; 0: it promises nothing."""
     def __init__(
         self,
         *,
@@ -88,10 +91,11 @@ class GetInfoResponse(_message.Message):
         num_blocks: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,6 +674,9 @@ class LoadReport(_message.Message):
     PREFIX_QUERIES_TOTAL_FIELD_NUMBER: _builtins.int
     PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     STEP_RATES_FIELD_NUMBER: _builtins.int
+    ENGINE_BEATS_FIELD_NUMBER: _builtins.int
+    ENGINE_STALLED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_free_blocks: _builtins.int
@@ -681,6 +688,16 @@ class LoadReport(_message.Message):
     """Prompt tokens accepted and not yet computed."""
     prefix_queries_total: _builtins.int
     prefix_hits_total: _builtins.int
+    engine_beats: _builtins.int
+    """Rounds and steps that the engine's loop began or ended: it grows while the
+    engine is alive, idle or not.
+    """
+    engine_stalled: _builtins.bool
+    """The engine's loop is silent for longer than its step can take: nothing sent
+    here is answered until it is not set any more.
+    """
+    draining: _builtins.bool
+    """No new sequences are taken any more."""
     @_builtins.property
     def step_rates(self) -> Global___StepRates:
         """Unset until the worker has learned them."""
@@ -697,10 +714,13 @@ class LoadReport(_message.Message):
         prefix_queries_total: _builtins.int = ...,
         prefix_hits_total: _builtins.int = ...,
         step_rates: Global___StepRates | None = ...,
+        engine_beats: _builtins.int = ...,
+        engine_stalled: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_rates", b"step_rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "queued_prefill_tokens", b"queued_prefill_tokens", "step_rates", b"step_rates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "engine_beats", b"engine_beats", "engine_stalled", b"engine_stalled", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "queued_prefill_tokens", b"queued_prefill_tokens", "step_rates", b"step_rates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
