@@ -41,8 +41,8 @@ async def keyed_cluster(folder: Path, **tenant):
     async with mock_cluster(folder, settings={"auth": "keys"}) as cluster:
         await put(
             cluster,
-            Tenant("acme", key_digest("bt-acme"), **tenant),
             Tenant("gone", key_digest("bt-gone"), revoked=True),
+            Tenant("acme", key_digest("bt-acme"), **tenant),  # the last: who knows it knows both
         )
         async with asyncio.timeout(10):
             while (await cluster.http.get("/v1/models", headers=KEY)).status_code != 200:
@@ -110,8 +110,9 @@ async def test_two_routers_give_one_quota(folder):
                     await second.fleet.wait_changed(0.05)
             async with httpx.AsyncClient(timeout=30, headers=KEY) as http:
                 urls = [cluster.router.http_url, second.http_url] * 5
-                answers = [await http.post(f"{url}/v1/completions", json=body()) for url in urls]
-            assert [a.status_code for a in answers].count(200) == 6
+                answers = await asyncio.gather(*(http.post(f"{url}/v1/completions", json=body()) for url in urls))
+            # A slow machine may see one refilled; two quotas would let all ten through.
+            assert 6 <= [a.status_code for a in answers].count(200) <= 7
 
 
 async def test_a_dead_routers_places_come_back_and_a_live_ones_stay(folder, monkeypatch):
