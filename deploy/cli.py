@@ -27,6 +27,9 @@ The parts alone, for several machines:
 Measure it, or any OpenAI-compatible server:
   baton bench run --help
 
+Take a worker out of service:
+  baton drain WORKER_ID --redis-url redis://HOST:6379
+
 Who may ask, and how much:
   baton tenant --help
 
@@ -132,6 +135,29 @@ def decode(settings: Settings) -> None:
     from deploy.role import run_role
 
     run_role("decode", settings)
+
+
+@app.command()
+@takes_settings("redis_url", "cluster")
+def drain(
+    settings: Settings,
+    worker_id: Annotated[str, typer.Argument(help="as it is registered", show_default=False)] = "",
+    url: Annotated[str, typer.Option(help="the worker's HOST:PORT, instead of its id and the Redis")] = "",
+    grace: Annotated[float | None, typer.Option(help="seconds for what runs [its shutdown_grace_s]")] = None,
+    wait: Annotated[bool, typer.Option(help="return when the worker is gone")] = True,
+) -> None:
+    """Take a worker out of service: no new work, running requests end or go on elsewhere, then it exits with 0.
+
+    \b
+    Examples:
+      baton drain decode-0 --redis-url redis://10.0.0.5:6379
+      baton drain --url 10.0.0.8:7000 --grace 60
+    """
+    import asyncio
+
+    from deploy.drain import drain_worker
+
+    asyncio.run(drain_worker(settings, worker_id, url, grace, wait=wait))
 
 
 @model_app.callback(invoke_without_command=True)

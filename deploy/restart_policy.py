@@ -1,7 +1,8 @@
 """What a supervisor does about a part that ended: start it again, when, or give up. Pure.
 
-A part that ran for a while and then dies is started again at once; one that keeps dying young waits longer each time,
-and after some such deaths in a row it will not come right by itself.
+A part that ends with 0 was told to, by SIGTERM or `baton drain`: it stays down. One that ran for a while and then dies
+is started again at once; one that keeps dying young waits longer each time, and after some such deaths in a row it will
+not come right by itself.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """delay_s: until the next start; None: give up. fast_deaths: to be passed in at the next death."""
+    """delay_s: until the next start; None: none follows. fast_deaths: to be passed in at the next death. is_over: it
+    was told to stop, and is missed by nobody."""
 
     delay_s: float | None
     fast_deaths: int
+    is_over: bool = False
 
 
 def after_death(policy: RestartPolicy, *, exit_code: int, ran_s: float, fast_deaths: int) -> Verdict:
     """exit_code: as subprocess gives it (minus the signal's number). fast_deaths: those in a row before this one."""
+    if exit_code == 0:
+        return Verdict(None, 0, is_over=True)
     fast_deaths = fast_deaths + 1 if ran_s < policy.young_s else 0
     if exit_code == STARTUP_ERROR_EXIT or fast_deaths > policy.max_fast_deaths:
         return Verdict(None, fast_deaths)

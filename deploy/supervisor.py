@@ -2,7 +2,7 @@
 falls silent, stopped or stuck, is killed, and so restarted.
 
 NEW ── start ──► RUNNING ── died ──► WAITING ── delay over ──► RUNNING
- │                 │  └─ died, policy gives up ──► ENDED         │
+ │                 │  └─ drained, or policy gives up ──► ENDED   │
  └──── stop ───────┴────────► STOPPING ── gone ──► ENDED ◄───────┘
 """
 
@@ -153,6 +153,10 @@ class Child:
                 break
             verdict = after_death(self._policy, exit_code=exit_code, ran_s=clock() - started, fast_deaths=fast_deaths)
             fast_deaths = verdict.fast_deaths
+            if verdict.is_over:
+                log.warning("it was told to stop: not started again", child=self.spec.name)
+                self._move(ChildState.ENDED)
+                return
             if verdict.delay_s is None:
                 self._move(ChildState.ENDED)
                 self._on_give_up(self._last_words(exit_code, fast_deaths))

@@ -255,6 +255,9 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
         if sequence.outgoing is not None:
             sequence.outgoing.abort()
 
+    def _is_leaving(self, sequence: PrefillSequence) -> bool:
+        return sequence.status == SequenceStatus.SENDING
+
     def _num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -28,6 +28,8 @@ from router.token_merger import LogprobsMerger, TokenMerger
 MAX_ATTEMPTS: Final = 3
 # Times that a request leaves a decode worker which has no blocks for it. A move is no failure, and no attempt of these.
 MAX_MOVES: Final = 3
+# Times that draining workers may hand a request back before that counts as a failure: a whole fleet may be rolled.
+MAX_HAND_BACKS: Final = 16
 # Before an attempt that can only go to a worker which has just failed; doubled each time.
 RETRY_PAUSE_S: Final = 0.2
 # Usage and timings come with the prefill leg's last frame, when its transfer is over; no client waits longer for them.
@@ -86,6 +88,7 @@ class RequestRun:
         self._num_failed_attempts = 0
         self._moved_from: set[str] = set()
         self._num_moves = 0
+        self._num_hand_backs = 0
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._dispatch: asyncio.Task[None] | None = None
@@ -284,7 +287,8 @@ class RequestRun:
         if leg.role == "decode":
             self._facts.note_decode(news, now)
         if news.error is not None:
-            self._on_failure(leg, news.error)
+            if news.error.kind is not ErrorKind.DRAINING or not self._take_back(leg):
+                self._on_failure(leg, news.error)
             return
         if leg is (self._prefill or self._decode):
             self._facts.note_prefill(news, now)
@@ -340,6 +344,19 @@ class RequestRun:
         self._moved_from = {leg.worker_id}
         self._context.on_move()
         self._begin_again()
+
+    def _take_back(self, leg: Leg) -> bool:
+        """From a worker that drains: no failure of anybody. It goes on elsewhere. False: it did so too often, or has
+        nothing left to do."""
+        if self._num_hand_backs == MAX_HAND_BACKS or self._has_all_tokens():
+            return False
+        tokens = len(self._merger.token_ids)
+        _log.info("request is handed back", **self._log_ids(), worker_id=leg.worker_id, tokens=tokens)
+        self._num_hand_backs += 1
+        self._moved_from = {leg.worker_id}
+        self._context.on_move()
+        self._begin_again()
+        return True
 
     def _begin_again(self) -> None:
         """Elsewhere, from prompt and emitted tokens."""

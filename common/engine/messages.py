@@ -59,6 +59,12 @@ class DrainCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class HandBackCommand:
+    """End all sequences that can go on elsewhere, with DRAINING: their routers see to it. What is being sent to other
+    workers goes on."""
+
+
+@dataclass(frozen=True, slots=True)
 class TransferCommitted:
     """Receiver: the KV of `transfer_id` is verified and in place. arrival: tells incarnations of an id apart."""
 
@@ -105,7 +111,9 @@ class LoanEnded:
     transfer_id: str
 
 
-Command = ReserveCommand | PrefillCommand | AbortCommand | AbortOwnerCommand | DrainCommand | LendCommand
+Command = (
+    ReserveCommand | PrefillCommand | AbortCommand | AbortOwnerCommand | DrainCommand | HandBackCommand | LendCommand
+)
 TransferEvent = TransferCommitted | TransferFailed | TransferEnded | LoanEnded
 
 

@@ -24,6 +24,7 @@ from common.engine.messages import (
     DrainCommand,
     EndedLeg,
     EngineNews,
+    HandBackCommand,
     LegOutput,
     LendCommand,
     LoanEnded,
@@ -127,6 +128,10 @@ class SequenceScheduler(ABC, Generic[S]):
                     self._let_go(sequence, None, now)
             case DrainCommand():
                 self._draining = True
+            case HandBackCommand():
+                error = BatonError(ErrorKind.DRAINING, "this worker is stopping: the request goes on elsewhere")
+                for sequence in [s for s in self._sequences.values() if not self._is_leaving(s)]:
+                    self._let_go(sequence, error, now)
             case LendCommand():
                 self._loans.lend(item, now)
             case LoanEnded():
@@ -247,6 +252,10 @@ class SequenceScheduler(ABC, Generic[S]):
 
         May be called again before it has ended.
         """
+
+    def _is_leaving(self, sequence: S) -> bool:
+        """Whether there is nothing left to do for it but to let others have its KV."""
+        return False
 
     def _pins(self) -> Counter[bytes]:
         """Content that sequences without blocks have pinned in host memory."""

@@ -1,10 +1,12 @@
 """A worker's life around its engine, the same for both phases: come up, serve, drain, go.
 
     up     engine ► gRPC ► registry ► health SERVING ► "ready"
-    down   health NOT_SERVING, registry "draining", engine refuses ► what runs ends, or the grace does ► engine aborts
-           the rest ► transfers close ► sessions end ► keys leave the registry ► sockets close
+    down   health NOT_SERVING, reports and registry "draining", engine refuses ► what runs ends, or the grace does: it
+           is handed back to its routers ► KV that others still fetch is sent ► engine aborts the rest ► transfers close
+           ► sessions end ► keys leave the registry ► sockets close
 
-Each stage of the way down has a bound, and one that fails does not keep the next from running.
+SIGTERM and the Drain call begin it alike. Each stage of the way down has a bound, and one that fails does not keep the
+next from running.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from baton.worker.v1 import worker_pb2_grpc
 from common import sd_notify
 from common.engine.cost_rates import CostRates
 from common.engine.engine_thread import EngineThread, Inbox, Scheduler
-from common.engine.messages import DrainCommand, EngineNews
+from common.engine.messages import DrainCommand, EngineNews, HandBackCommand
 from common.engine.runner import Runner
 from common.errors import StartupError
 from common.step_rates import StepRateEstimator
@@ -40,6 +42,8 @@ from common.worker.session import SessionHub
 
 WATCH_INTERVAL_S: Final = 0.25
 ABORT_TIMEOUT_S: Final = 2.0
+# For KV that other workers still fetch when the grace is over. A transfer whose peer is gone ends with its lease.
+LINGER_S: Final = 10.0
 GRPC_GRACE_S: Final = 0.2
 STAGE_TIMEOUT_S: Final = 10.0
 # For the last spans to reach a collector that answers.
@@ -76,12 +80,14 @@ class WorkerHost:
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
+        self._drain_asked = asyncio.Event()
+        self._grace_s = settings.shutdown_grace_s
         self._step_rates = StepRateEstimator()
         self._redis = connect(settings.redis_url.get_secret_value())
         self._publisher = RegistryPublisher(self._redis, settings.cluster, info, settings.index_max_blocks)
         self._metrics = WorkerMetrics(binding.metrics_registry, info, parts.transfer_metrics)
         binding.metrics_registry.register(PublisherCollector(self._publisher))
-        self._hub = SessionHub(info, parts.inbox, settings.request_timeout_s)
+        self._hub = SessionHub(info, parts.inbox, settings.request_timeout_s, self._ask_to_drain)
         self._traces = open_sink(settings, info.role, info.worker_id)
         self._leg_reporter = LegReporter(info.role, info.worker_id, self._traces)
         self._engine = EngineThread(
@@ -103,7 +109,8 @@ class WorkerHost:
         )
 
     async def serve(self, stop: asyncio.Event, on_ready: OnReady | None = None) -> None:
-        """Until `stop` is set, or the engine fails: StartupError with exit code 1 then. Leaves nothing behind."""
+        """Until `stop` is set or Drain called, or the engine fails: StartupError with exit code 1 then. Leaves nothing
+        behind."""
         heartbeat = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
         failure: str | None = None
         try:
@@ -137,7 +144,7 @@ class WorkerHost:
 
     async def _watch(self, stop: asyncio.Event) -> str | None:
         """Returns why the engine is unwell, or None when asked to stop."""
-        while not stop.is_set():
+        while not (stop.is_set() or self._drain_asked.is_set()):
             if (failure := self._engine_failure()) is not None:
                 _log.error("engine unwell", reason=failure)
                 return failure
@@ -145,6 +152,12 @@ class WorkerHost:
                 async with asyncio.timeout(WATCH_INTERVAL_S):
                     await stop.wait()
         return None
+
+    def _ask_to_drain(self, grace_s: float | None) -> float:
+        if grace_s is not None:
+            self._grace_s = min(grace_s, self._binding.settings.request_timeout_s)
+        self._drain_asked.set()
+        return WATCH_INTERVAL_S + self._grace_s + LINGER_S + ABORT_TIMEOUT_S + STAGE_TIMEOUT_S
 
     def _engine_failure(self) -> str | None:
         if self._engine.failure is not None:
@@ -177,10 +190,17 @@ class WorkerHost:
         _log.info("stopped")
 
     async def _drain(self) -> None:
-        """Let what runs come to its end, for as long as the grace lasts. The drain command itself brings news."""
+        """Let what runs come to its end, for as long as the grace lasts; then hand it back, and let others have the KV
+        that they still fetch. The commands themselves bring news."""
+        if not await self._is_idle_within(self._grace_s):
+            self._parts.inbox.put(HandBackCommand())
+            await self._is_idle_within(LINGER_S)
+
+    async def _is_idle_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._binding.settings.shutdown_grace_s):
+            async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+        return self._idle.is_set()
 
     async def _stage(self, name: str, work: Awaitable[object]) -> None:
         try:
@@ -198,7 +218,7 @@ class WorkerHost:
         if news.step_s is not None and news.step_shape is not None:
             self._step_rates.add(news.step_s, news.step_shape.num_prefill_tokens, news.step_shape.num_decode_tokens)
         news = replace(news, load=replace(news.load, step_rates=self._step_rates.rates))
-        if news.load.num_running + news.load.num_waiting == 0:
+        if self._engine.num_open == 0:
             self._idle.set()
         self._hub.on_news(news)
         self._metrics.on_news(news)

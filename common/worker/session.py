@@ -107,10 +107,14 @@ class _Session:
 class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
     """Serves WorkerService, and hands the engine's news to the sessions they are for.
 
-    max_timeout_s: bound on the deadlines that routers ask for. `beat` must be called every BEAT_S.
+    max_timeout_s: bound on the deadlines that routers ask for. on_drain: told that the worker shall drain, and with
+    which grace in seconds, if one was named; answers how long that may take. `beat` must be called every BEAT_S.
     """
 
-    def __init__(self, info: WorkerInfo, inbox: Inbox, max_timeout_s: float) -> None:
+    def __init__(
+        self, info: WorkerInfo, inbox: Inbox, max_timeout_s: float, on_drain: Callable[[float | None], float]
+    ) -> None:
+        self._on_drain = on_drain
         self._info = info
         self._inbox = inbox
         self._max_timeout_s = max_timeout_s
@@ -185,6 +189,17 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GetInfoResponse:
         return convert.info_to_proto(self._info)
 
+    async def Drain(  # noqa: N802
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DrainResponse:
+        try:
+            if request.epoch:
+                self._check_epoch(request.epoch)
+        except BatonError as error:
+            await context.abort(*error_to_status(error))
+        timeout_s = self._on_drain(request.grace_ms / 1e3 if request.HasField("grace_ms") else None)
+        return worker_pb2.DrainResponse(timeout_ms=round(timeout_s * 1e3))
+
     # grpc.aio also takes a coroutine that reads and writes by the context; the stubs know generators only.
     async def Session(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """See worker.proto. Errors leave as a status with details."""
@@ -218,15 +233,20 @@ class SessionHub(worker_pb2_grpc.WorkerServiceServicer):
             raise invalid(f"no hello within {HELLO_TIMEOUT_S:g} s of the session's start") from None
         if not isinstance(frame, worker_pb2.SessionRequest) or not frame.HasField("hello"):
             raise invalid("a session's first frame must be a hello")
+        self._check_epoch(frame.hello.epoch)
         me = self._info
-        if frame.hello.epoch != me.epoch:
-            message = f"worker {me.worker_id} has epoch {me.epoch!r}, not {frame.hello.epoch!r}: it was restarted"
-            raise BatonError(ErrorKind.STALE_EPOCH, message)
         if self._closing:
             raise BatonError(ErrorKind.DRAINING, f"worker {me.worker_id} is stopping")
         if len(self._sessions) >= MAX_SESSIONS:
             raise BatonError(ErrorKind.OVERLOADED, f"worker {me.worker_id} has {MAX_SESSIONS} sessions already")
         return frame.hello
+
+    def _check_epoch(self, epoch: str) -> None:
+        """Raises STALE_EPOCH."""
+        me = self._info
+        if epoch != me.epoch:
+            message = f"worker {me.worker_id} has epoch {me.epoch!r}, not {epoch!r}: it was restarted"
+            raise BatonError(ErrorKind.STALE_EPOCH, message)
 
     async def _serve(self, session: _Session, context: _Context) -> None:
         """Until either side ends the session, or it fails."""

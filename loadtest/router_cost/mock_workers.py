@@ -53,6 +53,9 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
             worker_id=self.worker_id, epoch=self.epoch, model_fingerprint=self.fingerprint
         )
 
+    async def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker is no real one")
+
     async def Session(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[Any], context: Any
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis.asyncio import Redis
 
+from baton.common.v1 import common_pb2
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from common.config import Settings
 from common.embedded_redis import EmbeddedRedis
@@ -23,6 +25,7 @@ from common.registry import blocks_key, decode_record, worker_key
 from common.worker import liveness
 from common.worker import session as session_module
 from common.worker.loading import LoadedModel, load
+from deploy.drain import drain as tell_to_drain
 from tests.worker_harness import RouterSession, RunningWorker, make_spec, scrape, start_worker, worker
 
 
@@ -262,3 +265,28 @@ async def test_a_worker_that_others_could_reach_starts_only_where_that_network_i
     exposed = settings.model_copy(update={"host": "0.0.0.0"})
     with pytest.raises(StartupError, match="plaintext-trusted-network"):
         await start_worker("decode", exposed, loaded)
+
+
+class SlowRunner:
+    def __init__(self, runner) -> None:
+        self.runner = runner
+
+    def execute(self, scheduled):
+        time.sleep(0.01)
+        return self.runner.execute(scheduled)
+
+
+async def test_a_worker_that_is_told_to_drain_hands_back_what_runs_and_ends_well(settings, loaded):
+    running = await start_worker("decode", settings, replace(loaded, runner=SlowRunner(loaded.runner)))
+    address, epoch = running.info.grpc_address, running.info.epoch
+    async with RouterSession(running.info) as session:
+        await run_alone(session, "t", [1, 2, 3], max_tokens=480)
+        await session.until(lambda: session.legs["t"].tokens)
+        with pytest.raises(StartupError, match="it was restarted"):
+            await tell_to_drain(address, "0" * 16)
+        await tell_to_drain(address, epoch, 0.0)
+        leg = await session.ended("t")
+        assert leg.last.error.kind == common_pb2.ERROR_KIND_DRAINING
+        assert session.load is not None
+        assert session.load.draining
+    await running.task

@@ -133,7 +133,7 @@ def test_a_containers_limit_counts(tmp_path):
     assert available_memory_bytes(tmp_path) > MIB
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from([0, 1, -9, -11])), max_size=30))
+@given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from([3, 1, -9, -11])), max_size=30))
 def test_restarts_wait_a_bounded_time_and_end_after_too_many_fast_deaths(deaths):
     policy = RestartPolicy()
     fast = 0
@@ -145,6 +145,11 @@ def test_restarts_wait_a_bounded_time_and_end_after_too_many_fast_deaths(deaths)
             break
         assert policy.first_delay_s <= verdict.delay_s <= policy.longest_delay_s
         assert ran_s < policy.young_s or fast == 0
+
+
+def test_a_part_that_was_drained_stays_down():
+    verdict = after_death(RestartPolicy(), exit_code=0, ran_s=1.0, fast_deaths=3)
+    assert (verdict.delay_s, verdict.is_over) == (None, True)
 
 
 def test_a_start_that_can_not_succeed_is_not_tried_again():

@@ -16,6 +16,7 @@ from common.engine.messages import (
     Command,
     DrainCommand,
     EngineNews,
+    HandBackCommand,
     Reservation,
     TransferEnded,
     TransferEvent,
@@ -463,6 +464,17 @@ def test_a_failing_step_fails_its_sequences_and_the_next_go_on():
     d.round(reserve(make_spec("b", PROMPT, max_tokens=2), prefill_here=True))
     d.run_until_idle()
     assert d.leg("b").finish_reason is not None
+
+
+def test_what_runs_waits_or_receives_is_handed_back_with_all_its_blocks():
+    d = Decode(max_running=2)
+    d.round(*[reserve(make_spec(name, PROMPT)) for name in ("a", "b", "c")])
+    d.commit("a", PROMPT)
+    d.round()
+    d.round(HandBackCommand())
+    errors = [d.leg(name).error for name in ("a", "b", "c")]
+    assert [error.kind for error in errors if error] == [ErrorKind.DRAINING] * 3
+    assert (d.scheduler.num_open, d.pool.num_free) == (0, d.pool.num_blocks)
 
 
 def test_stop_ends_everything():

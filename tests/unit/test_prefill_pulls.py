@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from common.engine.loans import MAX_SHARE
-from common.engine.messages import AbortCommand, LendCommand, LoanEnded, TransferCommitted
+from common.engine.messages import (
+    AbortCommand,
+    DrainCommand,
+    HandBackCommand,
+    LendCommand,
+    LoanEnded,
+    TransferCommitted,
+)
 from common.errors import BatonError, ErrorKind
 from common.kvcache.block_hash import chain_hashes
 from common.transfer_cost import CostEstimator, TransferCost, is_worth_moving
@@ -158,6 +165,19 @@ def test_a_loan_that_can_not_be_sent_pins_nothing():
     p.sender.refuse = LOST
     assert lend(p, "loan", PROMPT) is LOST
     p.scheduler.check_integrity()
+
+
+def test_kv_that_others_fetch_outlives_what_is_handed_back():
+    p = Prefill(chunk_budget_tokens=64)
+    p.round(prefill(make_spec("a", PROMPT)))
+    p.transfer("a").end(STATS)
+    assert lend(p, "loan", PROMPT) == 4
+    p.round(DrainCommand(), HandBackCommand())
+    assert not p.transfer("loan").aborted
+    assert p.scheduler.num_open == 1, "the worker waits for it"
+    p.transfer("loan").end(STATS)
+    p.round()
+    assert p.scheduler.num_open == 0
 
 
 def test_a_worker_that_stops_lets_its_loans_go():

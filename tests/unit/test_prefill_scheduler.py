@@ -12,6 +12,7 @@ from common.engine.messages import (
     Command,
     DrainCommand,
     EngineNews,
+    HandBackCommand,
     TransferEnded,
     TransferEvent,
 )
@@ -346,6 +347,25 @@ def test_a_draining_worker_refuses_new_work_and_finishes_the_old():
     assert error is not None
     assert error.kind == ErrorKind.DRAINING
     assert p.leg("a").tokens
+
+
+def test_what_is_computed_is_sent_on_while_the_rest_is_handed_back():
+    p = Prefill(chunk_budget_tokens=len(PROMPT), max_running=1)
+    p.round(prefill(make_spec("a", PROMPT)))
+    p.round(DrainCommand(), HandBackCommand())
+    assert p.leg("a").tokens
+    assert not p.leg("a").ended, "its KV is on its way"
+    p.transfer("a").end(STATS)
+    p.round()
+    assert p.leg("a").error is None
+    q = Prefill(chunk_budget_tokens=4, max_running=1)
+    q.round(*[prefill(make_spec(name, PROMPT)) for name in "ab"])
+    q.round(HandBackCommand())
+    q.transfer("a").end(BatonError(ErrorKind.LEASE_LOST, "aborted"))
+    q.round()
+    errors = [q.leg(name).error for name in "ab"]
+    assert [error.kind for error in errors if error] == [ErrorKind.DRAINING] * 2
+    assert q.scheduler.num_open == 0
 
 
 def test_the_load_report_counts_what_is_still_to_be_computed():

@@ -428,6 +428,24 @@ def test_whatever_fails_the_output_is_a_prefix_of_the_truth_and_everything_is_gi
         asyncio.run(story())
 
 
+async def test_a_request_that_draining_workers_hand_back_goes_on_elsewhere_and_that_is_no_failure(monkeypatch):
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench = Bench(num_decode=2)
+    client, transfer_id = await started(bench, make_spec(50))
+    for turn in range(request_module.MAX_HAND_BACKS):
+        here, there = bench.decodes[turn % 2], bench.decodes[1 - turn % 2]
+        emitted = len(client.tokens)
+        here.reserved(transfer_id)
+        bench.prefills[0].output(transfer_id, first_index=emitted, token_ids=[50 + emitted])
+        here.output(transfer_id, error="DRAINING")
+        await settle()
+        spec = there.commands_of("reserve")[-1].reserve.spec
+        assert list(spec.token_ids) == PROMPT + client.tokens
+        transfer_id = spec.transfer_id
+    assert client.tokens == [50 + i for i in range(request_module.MAX_HAND_BACKS)]
+    assert (bench.observed.retries, client.ends) == ([], [])
+
+
 async def test_a_preempted_request_moves_to_where_there_is_room_and_that_is_no_failure(monkeypatch):
     """Back and forth, as often as allowed; then it stays. Its attempts are all still there."""
     monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)

@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
                 response_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.worker.v1.WorkerService/Drain',
+                request_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -67,6 +72,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Take no new sequences, let those that run end or hand them back to their
+        routers when the grace is over, then exit with 0: as SIGTERM does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +92,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.SessionRequest.FromString,
                     response_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.SessionResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +154,33 @@ class WorkerService:
             '/baton.worker.v1.WorkerService/Session',
             baton_dot_worker_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
             baton_dot_worker_dot_v1_dot_worker__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.worker.v1.WorkerService/Drain',
+            baton_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            baton_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

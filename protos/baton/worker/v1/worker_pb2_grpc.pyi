@@ -40,6 +40,10 @@ class WorkerServiceStub:
     hello / welcome. When the session ends, however it ends, the worker aborts
     every request that came by it.
     """
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Take no new sequences, let those that run end or hand them back to their
+    routers when the grace is over, then exit with 0: as SIGTERM does.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -52,6 +56,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """One multiplexed session a router-worker pair. The first frame each way is
     hello / welcome. When the session ends, however it ends, the worker aborts
     every request that came by it.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Take no new sequences, let those that run end or hand them back to their
+    routers when the grace is over, then exit with 0: as SIGTERM does.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -74,6 +82,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """One multiplexed session a router-worker pair. The first frame each way is
         hello / welcome. When the session ends, however it ends, the worker aborts
         every request that came by it.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
+        """Take no new sequences, let those that run end or hand them back to their
+        routers when the grace is over, then exit with 0: as SIGTERM does.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
