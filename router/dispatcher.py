@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BatonError, ErrorKind
+from common.telemetry import get_logger
 from router.admission import Admission
 from router.placer import Placer
 from router.request import RequestRun
@@ -16,6 +17,9 @@ from router.request_record import RequestRecord
 from router.request_state import RUNNING, WAITING
 from router.spec import GenerationSpec
 from router.tenancy.tenant import ANONYMOUS, Tenant
+from router.trials import Trials
+
+_log = get_logger(__name__)
 
 
 class RequestObserver(Protocol):
@@ -71,6 +75,7 @@ class Dispatcher:
         self._in_flight: set[RequestRun] = set()
         # Of requests with several choices, by each of their runs.
         self._groups: dict[RequestRun, _Group] = {}
+        self._trials = Trials()
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._refusal: BatonError | None = None
@@ -175,8 +180,22 @@ class Dispatcher:
     def on_move(self) -> None:
         self._observer.on_move()
 
+    def try_alone(self, run: RequestRun) -> None:
+        self._trials.enter(run)
+
+    def on_proven(self, run: RequestRun) -> None:
+        self._trials.leave(run)
+
+    def on_guilty(self, run: RequestRun, error: BatonError) -> None:
+        group = self._groups.get(run)
+        mates = [] if group is None else [m for m, its in self._groups.items() if its is group and m is not run]
+        _log.error("a request kills workers", request_id=run.spec.request_id, choices=1 + len(mates))
+        for each in (*mates, run):  # it last: while it is on trial, none of them is started
+            each.fail(error)
+
     def on_end(self, run: RequestRun, record: RequestRecord) -> None:
         self._in_flight.discard(run)
+        self._trials.leave(run)
         group = self._groups.pop(run, None) or _Group(run, 1)
         group.num_open -= 1
         group.num_output_tokens += record.usage.completion_tokens

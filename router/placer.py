@@ -19,7 +19,7 @@ from router.policy.placement_cost import PlacementRequest, WorkerLoad, fits
 from router.policy.recent_prefixes import RecentPrefixes
 from router.policy.transfer_rate import TransferRate
 
-# How long a request that already ran waits for a worker to come (back): a restarted one loads its model first.
+# How long requests wait for a worker to come back: a restarted one loads its model first.
 RETURN_WAIT_S: Final = 30.0
 # After its first token a prompt is in the index: a worker's publishing interval, and a round trip.
 INDEX_LAG_S: Final = 0.1
@@ -88,8 +88,9 @@ class Placer:
     ) -> WorkerPair:
         """packed_hashes: block hashes of the prompt, joined. failed: workers to avoid where others are.
 
-        wait: where no worker is there, wait up to RETURN_WAIT_S for one. Raises NO_WORKER; CONTEXT_LENGTH where
-        there are workers, but none whose pool could hold so many tokens.
+        Where no worker is there, a request that ran already (`wait`) waits up to RETURN_WAIT_S for one, another until
+        the last one has been gone for so long. Raises NO_WORKER; CONTEXT_LENGTH where there are workers, but none
+        whose pool could hold so many tokens.
         """
         request = PlacementRequest(
             num_tokens=num_tokens,
@@ -100,7 +101,7 @@ class Placer:
         )
         known = await self._known_prefixes(packed_hashes)
         request = replace(request, pullable_tokens=self._pullable_tokens(known))
-        give_up_at = self._clock() + (RETURN_WAIT_S if wait else 0.0)
+        give_up_at = self._clock() + max(0.0, RETURN_WAIT_S - (0.0 if wait else self._fleet.without_decode_s))
         while (pair := self._choose(request, packed_hashes, known)) is None:
             self._refuse_what_never_fits(request)
             left_s = give_up_at - self._clock()
@@ -108,6 +109,11 @@ class Placer:
                 raise BatonError(ErrorKind.NO_WORKER, "no worker is available; try again shortly", retry_after_s=1.0)
             await self._fleet.wait_changed(left_s)
         return pair
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether anybody could be chosen now, if there was room."""
+        return bool(self._fleet.usable("decode"))
 
     def has_room_elsewhere(self, decode_id: str, num_blocks: int) -> bool:
         """Whether a preempted sequence of this decode worker would find room on another."""

@@ -20,12 +20,12 @@ from common.telemetry import get_logger
 from router.cluster.messages import LegNews
 from router.leg import Leg
 from router.placer import Placer, WorkerPair
+from router.policy.suspicion import PROVEN_TOKENS, Record, Verdict, after_failure, verdict
 from router.request_record import RequestFacts, RequestRecord
 from router.request_state import TERMINAL, RequestState, check_move
 from router.spec import Delta, End, Finished, GenerationSpec, Usage
 from router.token_merger import LogprobsMerger, TokenMerger
 
-MAX_ATTEMPTS: Final = 3
 # Times that a request leaves a decode worker which has no blocks for it. A move is no failure, and no attempt of these.
 MAX_MOVES: Final = 3
 # Times that draining workers may hand a request back before that counts as a failure: a whole fleet may be rolled.
@@ -62,6 +62,15 @@ class RunContext(Protocol):
 
     def on_move(self) -> None: ...
 
+    def try_alone(self, run: RequestRun) -> None:
+        """To be started when no other suspect is at a worker."""
+
+    def on_proven(self, run: RequestRun) -> None:
+        """A suspect has shown that it does no harm."""
+
+    def on_guilty(self, run: RequestRun, error: BatonError) -> None:
+        """It kills workers: it and the other choices of its prompt are to fail."""
+
     def on_end(self, run: RequestRun, record: RequestRecord) -> None: ...
 
 
@@ -85,7 +94,8 @@ class RequestRun:
         self._attempt = 0
         self._base = 0  # output tokens that were there at the attempt's start
         self._failed: set[str] = set()
-        self._num_failed_attempts = 0
+        self._record = Record()
+        self._on_trial = False
         self._moved_from: set[str] = set()
         self._num_moves = 0
         self._num_hand_backs = 0
@@ -187,7 +197,7 @@ class RequestRun:
         avoided = self._failed | self._moved_from
         pair = await placer.place(num_tokens, self.spec.packed_hashes, avoided, wait=retrying)
         if not self._failed.isdisjoint(pair.worker_ids):
-            await asyncio.sleep(RETRY_PAUSE_S * 2 ** max(0, self._num_failed_attempts - 1))
+            await asyncio.sleep(RETRY_PAUSE_S * 2 ** max(0, self._record.num_failures - 1))
             pair = await placer.place(num_tokens, self.spec.packed_hashes, avoided, wait=True)
         return pair
 
@@ -276,6 +286,9 @@ class RequestRun:
             self._context.on_first_token(self)
         self._context.on_output(self, len(token_ids))
         self._notify()
+        if self._on_trial and len(self._merger.token_ids) - self._base >= PROVEN_TOKENS:
+            self._on_trial = False
+            self._context.on_proven(self)
         if self._finish is not None:
             self._check_finish()
 
@@ -303,11 +316,13 @@ class RequestRun:
             self._on_failure(leg, BatonError(ErrorKind.LEASE_LOST, "the workers ended the sequence without its end"))
 
     def on_lost(self, leg: Leg, error: BatonError) -> None:
-        self._on_failure(leg, error, {leg.worker_id})
+        self._on_failure(leg, error, died=True)
 
-    def _on_failure(self, leg: Leg, error: BatonError, blamed: set[str] | None = None) -> None:
-        """blamed: workers to avoid; left out, it follows from who reports which kind."""
-        if blamed is None:
+    def _on_failure(self, leg: Leg, error: BatonError, *, died: bool = False) -> None:
+        """died: the leg's worker was lost. Else who is to be avoided follows from who reports which kind."""
+        if died:
+            blamed = {leg.worker_id}
+        else:
             legs = self._legs() if error.kind in _BETWEEN_LEGS else [leg]
             blamed = {each.worker_id for each in legs}
         leg.close(abort=True)
@@ -317,20 +332,38 @@ class RequestRun:
             self._finish_now()
             return
         self._facts.note_failure(error, blamed, self._context.clock())
-        if error.kind in RETRYABLE and self._num_failed_attempts + 1 < MAX_ATTEMPTS:
-            self._retry(error, blamed)
-        else:
-            self.fail(_public_error(error, self._attempt))
+        if error.kind not in RETRYABLE:
+            self.fail(error)
+            return
+        num_tokens = len(self._merger.token_ids) - self._base
+        if num_tokens >= PROVEN_TOKENS:
+            self._failed.clear()  # of long ago
+        self._record = after_failure(self._record, num_tokens=num_tokens, died=died, on_trial=self._on_trial)
+        self._on_trial = False
+        match verdict(self._record):
+            case Verdict.GUILTY:
+                message = f"workers were lost {self._record.num_deaths} times while they computed this request"
+                self._context.on_guilty(self, BatonError(ErrorKind.INTERNAL, f"{message}; it is not tried again"))
+            case Verdict.GIVE_UP:
+                self.fail(_public_error(error, self._attempt))
+            case Verdict.TRIAL:
+                self._retry(error, blamed, on_trial=True)
+            case Verdict.AGAIN:
+                self._retry(error, blamed, on_trial=False)
 
-    def _retry(self, error: BatonError, blamed: set[str]) -> None:
-        about = {"attempt": self._attempt, "workers": sorted(blamed), "phase": str(self.state)}
+    def _retry(self, error: BatonError, blamed: set[str], *, on_trial: bool) -> None:
+        about = {"attempt": self._attempt, "workers": sorted(blamed), "phase": str(self.state), "on_trial": on_trial}
         tokens = len(self._merger.token_ids)
         ids = {**self._log_ids(), "transfer_id": self._facts.attempt.transfer_id}
         _log.info("request is tried again", **ids, kind=str(error.kind), message=error.message, tokens=tokens, **about)
         self._failed |= blamed
-        self._num_failed_attempts += 1
         self._context.on_retry(error.kind)
-        self._begin_again()
+        self._reset()
+        self._on_trial = on_trial
+        if on_trial:
+            self._context.try_alone(self)
+        else:
+            self.start()
 
     def _on_preempted(self, leg: Leg, num_blocks: int) -> None:
         """The decode worker has no blocks for the sequence now, and is not at fault. Where another has, it goes on
@@ -343,7 +376,8 @@ class RequestRun:
         self._num_moves += 1
         self._moved_from = {leg.worker_id}
         self._context.on_move()
-        self._begin_again()
+        self._reset()
+        self.start()
 
     def _take_back(self, leg: Leg) -> bool:
         """From a worker that drains: no failure of anybody. It goes on elsewhere. False: it did so too often, or has
@@ -355,18 +389,18 @@ class RequestRun:
         self._num_hand_backs += 1
         self._moved_from = {leg.worker_id}
         self._context.on_move()
-        self._begin_again()
+        self._reset()
+        self.start()
         return True
 
-    def _begin_again(self) -> None:
-        """Elsewhere, from prompt and emitted tokens."""
+    def _reset(self) -> None:
+        """To begin again elsewhere, from prompt and emitted tokens."""
         self._close_legs(abort=True)
         self._merger.restart()
         self._finish = None
         if self.state is not RequestState.QUEUED:  # a worker may be lost before its leg was opened
             self._move(RequestState.QUEUED)
         self._begin_attempt()
-        self.start()
 
     # -- the end
 
@@ -403,7 +437,12 @@ class RequestRun:
     def _on_deadline(self) -> None:
         if self._has_all_tokens():
             self._finish_now()
-        message = f"the request was not finished within its timeout of {self.spec.timeout_s:g} s"
+        timeout = f"its timeout of {self.spec.timeout_s:g} s"
+        if self.state is RequestState.QUEUED and not self._context.placer.has_worker:
+            message = f"no worker became available within {timeout}; try again shortly"
+            self.fail(BatonError(ErrorKind.NO_WORKER, message, retry_after_s=1.0))
+            return
+        message = f"the request was not finished within {timeout}"
         self.fail(BatonError(ErrorKind.DEADLINE_EXCEEDED, message, retry_after_s=1.0))
 
     def _terminate(self, state: RequestState, end: End, outcome: str, num_tokens: int | None = None) -> None:
@@ -445,7 +484,5 @@ class RequestRun:
 
 def _public_error(error: BatonError, attempts: int) -> BatonError:
     """Kinds that mean something to routers only never reach a client."""
-    if error.kind in RETRYABLE:
-        message = f"workers failed {attempts} attempts at this request ({error.message}); try again shortly"
-        return BatonError(ErrorKind.NO_WORKER, message, retry_after_s=1.0)
-    return error
+    message = f"workers failed {attempts} attempts at this request ({error.message}); try again shortly"
+    return BatonError(ErrorKind.NO_WORKER, message, retry_after_s=1.0)

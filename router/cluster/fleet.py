@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from common.registry import Role, WorkerRecord
 from common.telemetry import get_logger
@@ -34,6 +35,8 @@ class Fleet:
         self._ending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._was_complete = False
+        self._had_decode = False
+        self._last_decode_at = -inf
         # Of workers that are gone; a counter must not fall when one leaves.
         self._late_frames_of_gone = 0
         self._events_of_gone: Counter[tuple[Role, SessionEvent]] = Counter()
@@ -85,6 +88,13 @@ class Fleet:
         return self._was_complete
 
     @property
+    def without_decode_s(self) -> float:
+        """For how long no decode worker has been usable: 0 where one is, infinite before the first."""
+        if self.usable("decode"):
+            return 0.0
+        return 0.0 if self._had_decode else self._clock() - self._last_decode_at
+
+    @property
     def num_late_frames(self) -> int:
         """Frames for transfers that this router had let go of, since the start."""
         return self._late_frames_of_gone + sum(s.num_late_frames for s in self.sessions())
@@ -130,6 +140,10 @@ class Fleet:
         self._notify()
 
     def _notify(self) -> None:
+        has_decode = bool(self.usable("decode"))
+        if self._had_decode and not has_decode:
+            self._last_decode_at = self._clock()
+        self._had_decode = has_decode
         # Whoever waits holds the old event; who comes later waits for the next change.
         self._changed.set()
         self._changed = asyncio.Event()

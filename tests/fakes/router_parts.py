@@ -88,6 +88,10 @@ class PlayedPlacer:
             raise BatonError(ErrorKind.NO_WORKER, "none", retry_after_s=1.0)
         return WorkerPair(prefill, decode, uncached_prefill_tokens=num_tokens, new_decode_blocks=2)
 
+    @property
+    def has_worker(self) -> bool:
+        return any(w.session.ready for w in self.decodes)
+
     def has_room_elsewhere(self, decode_id: str, num_blocks: int) -> bool:
         loads = [w.session.load() for w in self.decodes]
         return room_elsewhere(num_blocks, decode_id, loads)

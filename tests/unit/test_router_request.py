@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.v1 import common_pb2
+from baton.worker.v1.worker_pb2 import SequenceSpec
 from common.errors import BatonError, ErrorKind
 from common.sampling_params import FinishReason, choice_seed
 from router import request as request_module
+from router.cluster.worker_session import SessionState
+from router.policy.suspicion import MAX_ATTEMPTS, PROVEN_TOKENS
 from router.request_state import LEGAL_MOVES, TERMINAL, IllegalMoveError, RequestState, check_move
 from router.spec import Finished, Usage
-from tests.fakes.router_parts import PROMPT, Bench, make_spec, settle, until
+from tests.fakes.router_parts import PROMPT, Bench, PlayedWorker, make_spec, settle, until
 
 
 @pytest.fixture
@@ -212,14 +215,14 @@ async def test_attempts_are_bounded_and_the_client_learns_no_inner_kind(monkeypa
     monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
     bench = Bench()
     client = Client(bench)
-    for _ in range(request_module.MAX_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         await until(lambda: bench.decodes[0].commands_of("reserve"))
         transfer_id = bench.decodes[0].commands_of("reserve")[0].reserve.spec.transfer_id
         bench.decodes[0].session._outbox.clear()
         bench.decodes[0].output(transfer_id, error="CORRUPT_KV")
     assert client.end.kind is ErrorKind.NO_WORKER
     assert client.end.retry_after_s
-    assert bench.observed.retries == [ErrorKind.CORRUPT_KV] * (request_module.MAX_ATTEMPTS - 1)
+    assert bench.observed.retries == [ErrorKind.CORRUPT_KV] * (MAX_ATTEMPTS - 1)
     assert [r.outcome for r in bench.observed.records] == ["no_worker"]
     assert bench.all_idle()
 
@@ -446,6 +449,104 @@ async def test_a_request_that_draining_workers_hand_back_goes_on_elsewhere_and_t
     assert (bench.observed.retries, client.ends) == ([], [])
 
 
+async def reserved(bench: Bench, transfer_ids: set[str]) -> list[tuple[PlayedWorker, SequenceSpec]]:
+    """Where requests were newly reserved, and what was asked for; transfer_ids: those known, and from now on these."""
+    await settle()
+    found = []
+    for worker in bench.decodes:
+        for command in worker.commands_of("reserve"):
+            spec = command.reserve.spec
+            if spec.transfer_id not in transfer_ids:
+                transfer_ids.add(spec.transfer_id)
+                found.append((worker, spec))
+    return found
+
+
+async def test_a_prompt_that_kills_workers_fails_after_two_and_no_peer_with_it(monkeypatch):
+    """Three prompts are being computed and a stream flows when the poison strikes."""
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench, seen = Bench(num_prefill=0, num_decode=1), set()
+    d0 = bench.decodes[0]
+    clients = [Client(bench, make_spec(40)) for _ in range(4)]
+    specs = [spec for _, spec in await reserved(bench, seen)]
+    flowing, poison = clients[0], clients[2]
+    d0.output(specs[0].transfer_id, first_index=0, token_ids=[50, 51])
+    num_deaths = 0
+    for _ in range(20):
+        # Whatever runs with the poison kills the worker, which comes back; without it, it flows.
+        if num_deaths == 0 or d0.session._subscriptions.get(poison.run._facts.attempt.transfer_id):
+            num_deaths += 1
+            d0.lose()
+            d0.session._state = SessionState.READY
+        for _, spec in await reserved(bench, seen):
+            if spec.transfer_id != poison.run._facts.attempt.transfer_id:
+                base = len(spec.token_ids) - spec.num_prompt_tokens
+                tokens = [50 + i for i in range(base, 40)]
+                d0.output(spec.transfer_id, first_index=base, token_ids=tokens, finish_reason="LENGTH", leg_ended=True)
+    assert num_deaths == 2
+    assert poison.end.kind is ErrorKind.INTERNAL
+    assert all(client.tokens == [50 + i for i in range(40)] for client in clients if client is not poison)
+    assert flowing.end.usage.completion_tokens == 40
+    assert bench.all_idle()
+
+
+async def test_suspects_are_never_at_workers_together(monkeypatch):
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench, seen = Bench(num_prefill=0, num_decode=2), set()
+    clients = [Client(bench, make_spec(40)) for _ in range(5)]
+    await reserved(bench, seen)
+    bench.decodes[0].lose()
+    clients[4].run.abort()  # while it waits for its turn
+    for _ in range(4):
+        ((worker, spec),) = await reserved(bench, seen)
+        worker.output(spec.transfer_id, first_index=0, token_ids=list(range(50, 50 + PROVEN_TOKENS)))
+    assert not await reserved(bench, seen)
+    for client in clients:
+        client.run.abort()
+    assert bench.all_idle()
+    assert len(bench.dispatcher._trials) == 0
+
+
+async def test_choices_of_a_prompt_that_kills_fail_together(monkeypatch):
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench = Bench(num_prefill=0, num_decode=1)
+    choices = Choices(bench)
+    for _ in range(2):
+        await settle()
+        bench.decodes[0].lose()
+        bench.decodes[0].session._state = SessionState.READY
+    await settle()
+    assert [end.kind for (end,) in choices.ends] == [ErrorKind.INTERNAL] * 3
+    assert bench.all_idle()
+
+
+async def test_a_stream_that_gets_on_survives_any_number_of_deaths(monkeypatch):
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench, seen = Bench(num_prefill=0, num_decode=2), set()
+    client = Client(bench, make_spec(100))
+    for _ in range(2 * MAX_ATTEMPTS):
+        ((worker, spec),) = await reserved(bench, seen)
+        base = len(spec.token_ids) - spec.num_prompt_tokens
+        worker.output(spec.transfer_id, first_index=base, token_ids=[50 + base + i for i in range(PROVEN_TOKENS)])
+        worker.lose()
+        worker.session._state = SessionState.READY
+    assert client.tokens == [50 + i for i in range(2 * MAX_ATTEMPTS * PROVEN_TOKENS)]
+    client.run.abort()
+
+
+async def test_a_deadline_that_passes_while_no_worker_is_there_says_so():
+    bench = Bench(0, 1)
+    bench.decodes[0].lose()
+
+    async def wait_for_ever(*arguments, **options):
+        await asyncio.Event().wait()
+
+    bench.placer.place = wait_for_ever
+    client = Client(bench, make_spec(timeout_s=0.01))
+    await until(lambda: client.ends)
+    assert client.end.kind is ErrorKind.NO_WORKER
+
+
 async def test_a_preempted_request_moves_to_where_there_is_room_and_that_is_no_failure(monkeypatch):
     """Back and forth, as often as allowed; then it stays. Its attempts are all still there."""
     monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
@@ -471,7 +572,7 @@ async def test_a_preempted_request_moves_to_where_there_is_room_and_that_is_no_f
     assert client.tokens == [50 + i for i in range(len(client.tokens))]
     assert (bench.observed.retries, bench.observed.num_moves) == ([], request_module.MAX_MOVES)
     seen = {c.reserve.spec.transfer_id for d in bench.decodes for c in d.commands_of("reserve")}
-    for _ in range(request_module.MAX_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         assert client.ends == []
         for decode in bench.decodes:
             decode.output(transfer_id, error="LEASE_LOST")
