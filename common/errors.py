@@ -31,6 +31,7 @@ class ErrorKind(StrEnum):
     STALE_EPOCH = "stale_epoch"
     LEASE_LOST = "lease_lost"
     CORRUPT_KV = "corrupt_kv"
+    WORKER_FAILED = "worker_failed"
     INTERNAL = "internal_error"
     CANCELLED = "cancelled"
 
@@ -66,6 +67,7 @@ ERROR_TABLE: Final[dict[ErrorKind, ErrorRow]] = {
     ErrorKind.STALE_EPOCH: ErrorRow(_S.ABORTED, 500, "server_error", "inside"),
     ErrorKind.LEASE_LOST: ErrorRow(_S.ABORTED, 500, "server_error", "inside"),
     ErrorKind.CORRUPT_KV: ErrorRow(_S.ABORTED, 500, "server_error", "inside"),
+    ErrorKind.WORKER_FAILED: ErrorRow(_S.ABORTED, 500, "server_error", "inside"),
     ErrorKind.INTERNAL: ErrorRow(_S.INTERNAL, 500, "server_error", "client"),
     ErrorKind.CANCELLED: ErrorRow(_S.CANCELLED, 499, "invalid_request_error", "no"),
 }

@@ -35,7 +35,9 @@ RETRY_PAUSE_S: Final = 0.2
 # Usage and timings come with the prefill leg's last frame, when its transfer is over; no client waits longer for them.
 LEG_END_WAIT_S: Final = 1.0
 # Answered by another attempt: the request is not at fault.
-RETRYABLE: Final = frozenset({ErrorKind.LEASE_LOST, ErrorKind.CORRUPT_KV, ErrorKind.STALE_EPOCH, ErrorKind.DRAINING})
+RETRYABLE: Final = frozenset(
+    {ErrorKind.LEASE_LOST, ErrorKind.CORRUPT_KV, ErrorKind.STALE_EPOCH, ErrorKind.DRAINING, ErrorKind.WORKER_FAILED}
+)
 # Reported by one leg, perhaps caused by the other.
 _BETWEEN_LEGS: Final = frozenset({ErrorKind.LEASE_LOST, ErrorKind.CORRUPT_KV, ErrorKind.STALE_EPOCH})
 
@@ -319,7 +321,8 @@ class RequestRun:
         self._on_failure(leg, error, died=True)
 
     def _on_failure(self, leg: Leg, error: BatonError, *, died: bool = False) -> None:
-        """died: the leg's worker was lost. Else who is to be avoided follows from who reports which kind."""
+        """died: the leg's worker was lost. Whom else to avoid follows from who reports which kind."""
+        died = died or error.kind is ErrorKind.WORKER_FAILED
         if died:
             blamed = {leg.worker_id}
         else:
@@ -342,7 +345,7 @@ class RequestRun:
         self._on_trial = False
         match verdict(self._record):
             case Verdict.GUILTY:
-                message = f"workers were lost {self._record.num_deaths} times while they computed this request"
+                message = f"workers failed {self._record.num_deaths} times while they computed this request"
                 self._context.on_guilty(self, BatonError(ErrorKind.INTERNAL, f"{message}; it is not tried again"))
             case Verdict.GIVE_UP:
                 self.fail(_public_error(error, self._attempt))

@@ -257,7 +257,7 @@ class EngineThread:
         _log.exception("step_failed")
         self._consecutive_failures += 1
         what = error.message if isinstance(error, BatonError) else type(error).__name__
-        cause = BatonError(ErrorKind.INTERNAL, f"an engine step failed: {what}")
+        cause = BatonError(ErrorKind.WORKER_FAILED, f"an engine step failed: {what}")
         self._scheduler.fail_step(cause, self._clock())
         if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             self._scheduler.stop(cause, self._clock())

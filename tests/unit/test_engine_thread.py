@@ -103,7 +103,7 @@ def test_one_failing_step_fails_its_sequences_and_the_engine_stays_well(harness)
     harness.inbox.put(reserve(make_spec("a", [1]), prefill_here=True))
     error = harness.outputs_until(ended)[-1].error
     assert error is not None
-    assert error.kind == ErrorKind.INTERNAL
+    assert error.kind == ErrorKind.WORKER_FAILED
     harness.inbox.put(reserve(make_spec("b", [1], max_tokens=2), prefill_here=True))
     assert harness.outputs_until(ended)[-1].error is None
     assert harness.engine.failure is None

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x62\x61ton/common/v1/common.proto\x12\x0f\x62\x61ton.common.v1\"o\n\x0b\x45rrorDetail\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.baton.common.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"m\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*\xfb\x03\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_KIND_INVALID_REQUEST\x10\x01\x12\x1d\n\x19\x45RROR_KIND_CONTEXT_LENGTH\x10\x02\x12\x1e\n\x1a\x45RROR_KIND_UNAUTHENTICATED\x10\x03\x12 \n\x1c\x45RROR_KIND_PERMISSION_DENIED\x10\x04\x12\x1c\n\x18\x45RROR_KIND_UNKNOWN_MODEL\x10\x05\x12\x19\n\x15\x45RROR_KIND_OVER_QUOTA\x10\x06\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x07\x12#\n\x1f\x45RROR_KIND_DEADLINE_UNREACHABLE\x10\x08\x12\x18\n\x14\x45RROR_KIND_NO_WORKER\x10\t\x12\x17\n\x13\x45RROR_KIND_DRAINING\x10\n\x12 \n\x1c\x45RROR_KIND_DEADLINE_EXCEEDED\x10\x0b\x12\x1a\n\x16\x45RROR_KIND_STALE_EPOCH\x10\x0c\x12\x19\n\x15\x45RROR_KIND_LEASE_LOST\x10\r\x12\x19\n\x15\x45RROR_KIND_CORRUPT_KV\x10\x0e\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\x0f\x12\x18\n\x14\x45RROR_KIND_CANCELLED\x10\x10*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x62\x61ton/common/v1/common.proto\x12\x0f\x62\x61ton.common.v1\"o\n\x0b\x45rrorDetail\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.baton.common.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"m\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*\x99\x04\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_KIND_INVALID_REQUEST\x10\x01\x12\x1d\n\x19\x45RROR_KIND_CONTEXT_LENGTH\x10\x02\x12\x1e\n\x1a\x45RROR_KIND_UNAUTHENTICATED\x10\x03\x12 \n\x1c\x45RROR_KIND_PERMISSION_DENIED\x10\x04\x12\x1c\n\x18\x45RROR_KIND_UNKNOWN_MODEL\x10\x05\x12\x19\n\x15\x45RROR_KIND_OVER_QUOTA\x10\x06\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x07\x12#\n\x1f\x45RROR_KIND_DEADLINE_UNREACHABLE\x10\x08\x12\x18\n\x14\x45RROR_KIND_NO_WORKER\x10\t\x12\x17\n\x13\x45RROR_KIND_DRAINING\x10\n\x12 \n\x1c\x45RROR_KIND_DEADLINE_EXCEEDED\x10\x0b\x12\x1a\n\x16\x45RROR_KIND_STALE_EPOCH\x10\x0c\x12\x19\n\x15\x45RROR_KIND_LEASE_LOST\x10\r\x12\x19\n\x15\x45RROR_KIND_CORRUPT_KV\x10\x0e\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\x0f\x12\x18\n\x14\x45RROR_KIND_CANCELLED\x10\x10\x12\x1c\n\x18\x45RROR_KIND_WORKER_FAILED\x10\x11*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.common.v1.common_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORKIND']._serialized_start=274
-  _globals['_ERRORKIND']._serialized_end=781
-  _globals['_FINISHREASON']._serialized_start=783
-  _globals['_FINISHREASON']._serialized_end=903
+  _globals['_ERRORKIND']._serialized_end=811
+  _globals['_FINISHREASON']._serialized_start=813
+  _globals['_FINISHREASON']._serialized_end=933
   _globals['_ERRORDETAIL']._serialized_start=49
   _globals['_ERRORDETAIL']._serialized_end=160
   _globals['_TOKENLOGPROBS']._serialized_start=162

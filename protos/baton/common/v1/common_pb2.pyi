@@ -42,6 +42,7 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     ERROR_KIND_CORRUPT_KV: _ErrorKind.ValueType  # 14
     ERROR_KIND_INTERNAL: _ErrorKind.ValueType  # 15
     ERROR_KIND_CANCELLED: _ErrorKind.ValueType  # 16
+    ERROR_KIND_WORKER_FAILED: _ErrorKind.ValueType  # 17
 
 class ErrorKind(_ErrorKind, metaclass=_ErrorKindEnumTypeWrapper):
     """The kinds of common/errors.py, one for one."""
@@ -63,6 +64,7 @@ ERROR_KIND_LEASE_LOST: ErrorKind.ValueType  # 13
 ERROR_KIND_CORRUPT_KV: ErrorKind.ValueType  # 14
 ERROR_KIND_INTERNAL: ErrorKind.ValueType  # 15
 ERROR_KIND_CANCELLED: ErrorKind.ValueType  # 16
+ERROR_KIND_WORKER_FAILED: ErrorKind.ValueType  # 17
 Global___ErrorKind: _TypeAlias = ErrorKind  # noqa: Y015
 
 class _FinishReason:
