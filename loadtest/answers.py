@@ -24,10 +24,12 @@ class Choice:
 class Answer:
     """How one request went. failure: "" for a whole answer, else an HTTP status, an error code or a broken connection.
 
-    times: monotonic seconds of each event with tokens, and how many it brought.
+    times: monotonic seconds of each event with tokens, and how many it brought. local_port: of its connection.
     """
 
     sent_at: float
+    request_id: str = ""
+    local_port: int = 0
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     failure: str = ""
@@ -61,6 +63,8 @@ async def stream_completion(
                 answer.failure = f"http {response.status_code}"
                 await response.aread()
                 return answer
+            answer.request_id = response.headers.get("x-request-id", "")
+            answer.local_port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
             done = False
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":

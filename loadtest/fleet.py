@@ -96,11 +96,14 @@ class Fleet:
                 time.sleep(_POLL_S)
 
     def has_logged(self, name: str, event: str) -> bool:
-        """Since its last start."""
+        return any(entry.get("event") == event for entry in self.logged(name))
+
+    def logged(self, name: str) -> list[dict[str, Any]]:
+        """All entries of its log since its last start."""
         part = self.parts[name]
         with part.log.open("rb") as log:
             log.seek(part.log_offset)
-            return any(entry.get("event") == event for entry in _entries(log.read()))
+            return _entries(log.read())
 
     def log_tail(self, name: str) -> str:
         return self.parts[name].log.read_text(errors="replace")[-3000:]

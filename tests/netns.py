@@ -122,7 +122,7 @@ def enter(host: str) -> None:
     but the calling one. "": stay."""
     if not host:
         return
-    _set_namespace(host)
+    visit(host)
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_CLONE_NEWNS), "a mount namespace")
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "private mounts")
@@ -135,7 +135,7 @@ def _open_tun(host: str) -> int:
     opened: list[int] = []
 
     def visit() -> None:
-        _set_namespace(host)
+        visit(host)
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
         fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
         opened.append(descriptor)
@@ -146,7 +146,8 @@ def _open_tun(host: str) -> int:
     return opened[0]
 
 
-def _set_namespace(host: str) -> None:
+def visit(host: str) -> None:
+    """Let this thread's sockets be opened there, from now on."""
     descriptor = os.open(f"/var/run/netns/{host}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _check(ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET), f"a place in {host}")
