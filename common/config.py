@@ -163,6 +163,9 @@ class Settings(BaseModel):
     canary_interval_s: float = Field(
         5.0, ge=0, description="an idle engine computes a token so often, to see whether it still can; 0: never"
     )
+    memory_close_ratio: float = Field(
+        0.95, gt=0, le=1, description="part of the memory in use from which a worker takes nothing new; 1: off"
+    )
     worker_silence_s: float = Field(
         0.8, gt=0, description="silence of a worker after which a router takes its requests elsewhere"
     )

@@ -36,6 +36,12 @@ class Preemptor:
         index, means = self._policy([self.candidate(sequence) for sequence in able], self._rates)
         return able[index], means
 
+    def choose_any(self, running: Sequence[DecodeSequence]) -> DecodeSequence:
+        """A victim that makes room for no other: the guaranteed ones come last."""
+        able = [sequence for sequence in running if not sequence.is_guaranteed] or list(running)
+        index, _ = self._policy([self.candidate(sequence) for sequence in able], self._rates)
+        return able[index]
+
     def candidate(self, sequence: DecodeSequence) -> Candidate:
         block_ids = sequence.block_table.block_ids
         num_freed = sum(self._pool.references(block_id) == 1 for block_id in block_ids)

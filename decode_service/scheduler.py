@@ -135,10 +135,11 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
     # One step
 
     def _plan_step(self, now: float) -> list[tuple[DecodeSequence, ScheduledSequence]]:
+        self._shed()
         self._grow()
         self._resume()
         self._admit(now)
-        chunk_budget = self._budget.tokens
+        chunk_budget = self._chunk_tokens
         decodes, chunks = [], []
         for sequence in self._running:
             if sequence.num_uncomputed_tokens == 1:
@@ -148,6 +149,11 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
                 chunk_budget -= len(scheduled.token_ids)
                 chunks.append((sequence, scheduled))
         return decodes + chunks
+
+    def _shed(self) -> None:
+        """While memory is short, as few run as may."""
+        while len(self._running) > self._running_cap:
+            self._preempt(self._preemptor.choose_any(self._running), Means.RECOMPUTE)
 
     def _grow(self) -> None:
         """A slot for every running sequence's next token, the strongest claim first; preempts where there is none."""
@@ -240,7 +246,8 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
     def _has_room_to_run(self, sequence: DecodeSequence) -> bool:
         """A sequence whose KV is on the way counts: at its commit it runs at once, and so do its forks."""
         busy = sum(1 + len(each.forks) for group in (self._running, self._receiving.values()) for each in group)
-        return busy + 1 + len(sequence.forks) <= self._config.max_running
+        num_then = busy + 1 + len(sequence.forks)
+        return num_then <= self._config.max_running and (busy == 0 or num_then <= self._running_cap)
 
     def _head_room(self, horizon_blocks: int) -> int:
         """Blocks that those who run, or will at their commit, will ask for within the horizon."""
@@ -388,6 +395,9 @@ class DecodeScheduler(SequenceScheduler[DecodeSequence]):
     def _load_report(self) -> LoadReport:
         swapped, offered = self._preemptor.num_swapped_total, self._num_offered_total
         return replace(super()._load_report(), num_swapped_total=swapped, num_offered_total=offered)
+
+    def _num_running(self) -> int:
+        return len(self._running)
 
     def _num_waiting(self) -> int:
         return len(self._waiting) + len(self._preempted)

@@ -86,7 +86,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
                 self._drop()
 
     def _plan_step(self, now: float) -> list[tuple[PrefillSequence, ScheduledSequence]]:
-        budget = self._budget.tokens
+        budget = self._chunk_tokens
         step = []
         for sequence in self._running:
             if budget == 0:
@@ -94,7 +94,7 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
             scheduled = sequence.next_chunk(budget)
             budget -= len(scheduled.token_ids)
             step.append((sequence, scheduled))
-        while budget and self._waiting and len(self._running) + self._num_pulling < self._config.max_running:
+        while budget and self._waiting and len(self._running) + self._num_pulling < self._running_cap:
             sequence = self._waiting.head
             if not self._reserve_blocks(sequence):
                 break
@@ -257,6 +257,9 @@ class PrefillScheduler(SequenceScheduler[PrefillSequence]):
 
     def _is_leaving(self, sequence: PrefillSequence) -> bool:
         return sequence.status == SequenceStatus.SENDING
+
+    def _num_running(self) -> int:
+        return len(self._running)
 
     def _num_waiting(self) -> int:
         return len(self._waiting)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from common.errors import BatonError
 from common.kvcache.prefix_cache import CacheChanges
@@ -64,6 +65,21 @@ class HandBackCommand:
     workers goes on."""
 
 
+class MemoryPressure(Enum):
+    """OPEN: there is enough. CLOSED: no new sequences. SHED: those that run give way, too."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    SHED = "shed"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCommand:
+    """How short memory is. Each SHED halves what may run at once; OPEN lifts the bound."""
+
+    pressure: MemoryPressure
+
+
 @dataclass(frozen=True, slots=True)
 class TransferCommitted:
     """Receiver: the KV of `transfer_id` is verified and in place. arrival: tells incarnations of an id apart."""
@@ -112,7 +128,14 @@ class LoanEnded:
 
 
 Command = (
-    ReserveCommand | PrefillCommand | AbortCommand | AbortOwnerCommand | DrainCommand | HandBackCommand | LendCommand
+    ReserveCommand
+    | PrefillCommand
+    | AbortCommand
+    | AbortOwnerCommand
+    | DrainCommand
+    | HandBackCommand
+    | LendCommand
+    | MemoryCommand
 )
 TransferEvent = TransferCommitted | TransferFailed | TransferEnded | LoanEnded
 

@@ -28,6 +28,8 @@ from common.engine.messages import (
     LegOutput,
     LendCommand,
     LoanEnded,
+    MemoryCommand,
+    MemoryPressure,
     OwnerNews,
     StepShape,
     TransferEvent,
@@ -43,6 +45,8 @@ from common.sampling_params import FinishReason, SamplingParams
 
 Post = Callable[[TransferEvent], None]
 OVERLOADED_RETRY_AFTER_S: Final = 1.0
+# While memory is short: a step's buffers grow with its tokens.
+SHED_CHUNK_TOKENS: Final = 64
 NO_EXTRAS: Final = SampledExtras()
 S = TypeVar("S", bound=Sequence)
 
@@ -82,6 +86,9 @@ class SequenceScheduler(ABC, Generic[S]):
         self._loans = Loans(pool, cache, config.block_size)
         self._next_arrival = 0
         self._draining = False
+        self._pressure = MemoryPressure.OPEN
+        # Of sequences that run at once, while memory is short.
+        self._running_cap = config.max_running
         # No sequence's deadline is earlier; it may be early itself, once its sequence has ended.
         self._earliest_deadline = inf
         self._step: list[tuple[S, ScheduledSequence]] = []
@@ -128,6 +135,8 @@ class SequenceScheduler(ABC, Generic[S]):
                     self._let_go(sequence, None, now)
             case DrainCommand():
                 self._draining = True
+            case MemoryCommand():
+                self._feel(item.pressure)
             case HandBackCommand():
                 error = BatonError(ErrorKind.DRAINING, "this worker is stopping: the request goes on elsewhere")
                 for sequence in [s for s in self._sequences.values() if not self._is_leaving(s)]:
@@ -139,6 +148,19 @@ class SequenceScheduler(ABC, Generic[S]):
                     self._drop()
             case _:
                 self._handle_own(item, now)
+
+    def _feel(self, pressure: MemoryPressure) -> None:
+        self._pressure = pressure
+        if pressure is MemoryPressure.OPEN:
+            self._running_cap = self._config.max_running
+        elif pressure is MemoryPressure.SHED:
+            self._running_cap = max(1, min(self._running_cap, self._num_running()) // 2)
+
+    @property
+    def _chunk_tokens(self) -> int:
+        """That the chunks of the next step may compute together."""
+        tokens = self._budget.tokens
+        return min(tokens, SHED_CHUNK_TOKENS) if self._pressure is MemoryPressure.SHED else tokens
 
     def expire(self, now: float) -> None:
         """End what has passed its deadline."""
@@ -262,6 +284,10 @@ class SequenceScheduler(ABC, Generic[S]):
         return Counter()
 
     @abstractmethod
+    def _num_running(self) -> int:
+        """Sequences that take part in steps."""
+
+    @abstractmethod
     def _num_waiting(self) -> int:
         """Sequences that hold no blocks."""
 
@@ -299,6 +325,9 @@ class SequenceScheduler(ABC, Generic[S]):
     def _refusal(self, spec: SequenceSpec) -> BatonError | None:
         if self._draining:
             return BatonError(ErrorKind.DRAINING, "this worker is stopping: send the request to another")
+        if self._pressure is not MemoryPressure.OPEN:
+            message = "this worker is short of memory: it takes nothing new until that is over"
+            return BatonError(ErrorKind.OVERLOADED, message, retry_after_s=OVERLOADED_RETRY_AFTER_S)
         ids = [spec.transfer_id, *(fork.transfer_id for fork in spec.forks)]
         taken = next((each for each in ids if each in self._sequences or ids.count(each) > 1), None)
         if taken is not None:
@@ -452,7 +481,7 @@ class SequenceScheduler(ABC, Generic[S]):
         return LoadReport(
             num_running=len(self._sequences) - num_waiting,
             num_waiting=num_waiting,
-            num_free_blocks=self._pool.num_free,
+            num_free_blocks=self._pool.num_free if self._pressure is MemoryPressure.OPEN else 0,
             num_cached_blocks=self._pool.num_reusable,
             num_blocks=self._pool.num_blocks,
             queued_prefill_tokens=self._num_queued_tokens(),

@@ -26,6 +26,7 @@ from common.engine.cost_rates import CostRates
 from common.engine.engine_thread import EngineThread, Inbox, Scheduler
 from common.engine.messages import DrainCommand, EngineNews, HandBackCommand
 from common.engine.runner import Runner
+from common.engine.splitting_runner import SplittingRunner
 from common.errors import StartupError
 from common.step_rates import StepRateEstimator
 from common.telemetry import get_logger
@@ -35,6 +36,7 @@ from common.worker.heartbeat import Heartbeat
 from common.worker.info import WorkerInfo
 from common.worker.leg_reports import LegReporter
 from common.worker.liveness import LivenessLimits
+from common.worker.memory_guard import MemoryLimits, watch_memory
 from common.worker.metrics import WorkerMetrics
 from common.worker.publisher_metrics import PublisherCollector
 from common.worker.registry_publisher import RegistryPublisher, connect
@@ -92,7 +94,7 @@ class WorkerHost:
         self._leg_reporter = LegReporter(info.role, info.worker_id, self._traces)
         self._engine = EngineThread(
             parts.scheduler,
-            parts.runner,
+            SplittingRunner(parts.runner, info.block_size),
             parts.inbox,
             self._relay_news,
             name=f"{info.role}-engine",
@@ -111,7 +113,11 @@ class WorkerHost:
     async def serve(self, stop: asyncio.Event, on_ready: OnReady | None = None) -> None:
         """Until `stop` is set or Drain called, or the engine fails: StartupError with exit code 1 then. Leaves nothing
         behind."""
-        heartbeat = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
+        limits = MemoryLimits(self._binding.settings.memory_close_ratio)
+        tasks = [
+            asyncio.create_task(self._heartbeat.run(), name="heartbeat"),
+            asyncio.create_task(watch_memory(limits, self._parts.inbox.put), name="memory"),
+        ]
         failure: str | None = None
         try:
             await self._come_up()
@@ -120,8 +126,9 @@ class WorkerHost:
             failure = await self._watch(stop)
         finally:
             await self._go_down(failure)
-            heartbeat.cancel()
-            await asyncio.gather(heartbeat, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if failure is not None:
             raise StartupError(f"worker {self._binding.info.worker_id} ends: {failure}", exit_code=ENGINE_FAILURE_EXIT)
 
