@@ -61,7 +61,6 @@ def test_attention_equals_the_reference(
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size, shapes = case
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)  # several splits without long contexts
-    monkeypatch.setattr(triton_attention, "TILE_TOKENS", 32)
     batch, num_blocks = step(shapes, block_size)
     pool = random(num_blocks, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
     qkv = random(batch.token_ids.numel(), num_heads + 2, head_dim, seed=1, dtype=dtype)

@@ -26,8 +26,9 @@ import triton.language as tl
 from common.kernels.triton.dot import dot, precision_of
 
 SPLIT_TOKENS: Final = 512
-TILE_TOKENS: Final = 64  # keys of one step of the inner loop
-CHUNK_ROWS: Final = 64  # queries times tokens of one program of a chunk
+# Keys of one step of the inner loop, and queries times tokens of one program of a chunk: what registers can hold.
+TILE_TOKENS: Final = {torch.float32: 32, torch.bfloat16: 64}
+CHUNK_ROWS: Final = {torch.float32: 32, torch.bfloat16: 64}
 _LOG2_E: Final = 1.4426950408889634
 
 
@@ -198,7 +199,7 @@ def attention(q: torch.Tensor, pool: torch.Tensor, plan: StepPlan, scale: float)
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "G": group,
-        "TILE": TILE_TOKENS,
+        "TILE": TILE_TOKENS[q.dtype],
         "PRECISION": precision_of(q.dtype),
     }
     extents = (plan.query_start, plan.seq_lens, plan.block_tables)
@@ -211,7 +212,7 @@ def attention(q: torch.Tensor, pool: torch.Tensor, plan: StepPlan, scale: float)
         D=head_dim, BLOCK_D=common["BLOCK_D"], SPLIT=SPLIT_TOKENS, num_warps=1,
     )  # fmt: skip
     if not plan.only_decodes:
-        rows = max(CHUNK_ROWS, triton.next_power_of_2(group))
+        rows = max(CHUNK_ROWS[q.dtype], triton.next_power_of_2(group))
         tokens = rows // group
         chunk_kernel[(num_tokens // tokens + num_sequences, num_kv_heads)](
             q, pool, *extents, out, scale * _LOG2_E, num_sequences, num_kv_heads, block_size, q.stride(0), width,

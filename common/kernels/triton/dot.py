@@ -16,6 +16,8 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """ieee for float32, whose products tensor cores would round to 10 bits. And in Triton's interpreter, which takes
-    16-bit floats for integers: products of 16-bit numbers are exact in float32, as on tensor cores."""
-    return "ieee" if dtype == torch.float32 or triton.knobs.runtime.interpret else "tf32"
+    """For float32 three products of split operands (tf32x3): within some 1e-6, and on tensor cores. In Triton's
+    interpreter, which takes 16-bit floats for integers, ieee: products of 16-bit numbers are exact in float32."""
+    if triton.knobs.runtime.interpret:
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -14,8 +14,8 @@ from common.kernels.triton.sampling import logprobs_kernel, sample_kernel
 from common.logprobs import TokenLogprobs
 from common.sampling_params import SamplingParams
 
-_BLOCK: Final = 2048
-_RUN: Final = 128
+BLOCK_TOKENS: Final = 2048
+RUN_TOKENS: Final = 128  # as in the torch sampler
 
 
 class TritonSampler:
@@ -45,8 +45,8 @@ class TritonSampler:
             out,
             vocab,
             logits.stride(0),
-            BLOCK=_BLOCK,
-            RUN=_RUN,
+            BLOCK=BLOCK_TOKENS,
+            RUN=RUN_TOKENS,
             num_warps=8,
         )
         return [None if token < 0 else token for token in out.tolist()]
@@ -56,7 +56,7 @@ class TritonSampler:
         token = torch.tensor([token_id], device=row.device)
         logprob = torch.empty(1, dtype=torch.float32, device=row.device)
         rank = torch.empty(1, dtype=torch.int32, device=row.device)
-        logprobs_kernel[(1,)](row, token, logprob, rank, row.numel(), 0, BLOCK=_BLOCK, num_warps=8)
+        logprobs_kernel[(1,)](row, token, logprob, rank, row.numel(), 0, BLOCK=BLOCK_TOKENS, num_warps=8)
         top: tuple[tuple[int, float], ...] = ()
         if num_top:
             values, ids = row.topk(min(num_top, row.numel()))
