@@ -108,9 +108,11 @@ class Settings(BaseModel):
         ge=0,
         description="a decode worker may compute so many uncached prompt tokens itself where that is sooner; 0: never",
     )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="what computes on a CPU: compiled kernels, or torch; auto: native, where it can be had"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes; auto: a GPU, where there is one")
+    kernels: Literal["auto", "native", "torch", "triton"] = Field(
+        "auto", description="native: compiled for this CPU; triton: for GPUs; auto: either, where it can be had"
     )
+    cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps at the start and replay them")
     num_threads: int = Field(
         0, ge=0, le=256, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
     )

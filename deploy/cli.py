@@ -44,6 +44,7 @@ _WORKER_OPTIONS = (
     "redis_url",
     "model",
     "dtype",
+    "device",
     "quantization",
     "host",
     "grpc_port",
@@ -69,7 +70,7 @@ def root(context: typer.Context) -> None:
 
 @app.command()
 @takes_settings(
-    "host", "port", "grpc_port", "router_processes", "prefill", "decode", "model", "dtype", "quantization",
+    "host", "port", "grpc_port", "router_processes", "prefill", "decode", "model", "dtype", "device", "quantization",
     "kv_cache_bytes", "redis_url",
 )  # fmt: skip
 def serve(

@@ -148,9 +148,9 @@ def page() -> str:
     lines = [
         "# What the Triton kernels take",
         "",
-        f"Made by `python scripts/kernel_table.py` with Triton {triton.__version__}: compiled ahead of time, on a",
-        "machine without a GPU. Per architecture: registers a thread / bytes of stack a thread, where spills go (0: none)",
-        "/ bytes of shared memory a program. What the kernels do, and what bounds them, is in [KERNELS.md](KERNELS.md).",
+        f"Made by `python scripts/kernel_table.py` with Triton {triton.__version__}: compiled ahead of time,",
+        "on a machine without a GPU. Per architecture: registers a thread / bytes of stack a thread, where spills go",
+        "(0: none) / bytes of shared memory a program. What the kernels do: [KERNELS.md](KERNELS.md).",
         "",
         f"| kernel | case | dtype | warps | {' | '.join(f'sm_{a}' for a in ARCHITECTURES)} |",
         f"|{'---|' * (4 + len(ARCHITECTURES))}",

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.engine.batch import ScheduledSequence
-from common.engine.logits import adjusted, token_logprobs
+from common.engine.logits import adjusted
 from common.engine.runner import SampledExtras, StepResult
-from common.engine.sampler import Sampler
+from common.engine.sampler import TokenSampler
 from common.errors import BatonError, ErrorKind
 from common.logprobs import TokenLogprobs
 from common.sampling_params import SamplingParams
@@ -32,7 +32,9 @@ class _Draw:
     changed: torch.Tensor | None
 
 
-def sample_with_extras(sampler: Sampler, scheduled: Sequence[ScheduledSequence], logits: torch.Tensor) -> StepResult:
+def sample_with_extras(
+    sampler: TokenSampler, scheduled: Sequence[ScheduledSequence], logits: torch.Tensor
+) -> StepResult:
     """logits: float32 [R, vocab], of the sequences in order, ScheduledSequence.num_logits_rows each; not changed."""
     first_rows: list[int] = []
     draws: list[list[_Draw]] = []
@@ -46,7 +48,7 @@ def sample_with_extras(sampler: Sampler, scheduled: Sequence[ScheduledSequence],
     extras: dict[int, SampledExtras] = {}
     for index, (s, first, group) in enumerate(zip(scheduled, first_rows, draws, strict=True)):
         drawn = [next(tokens) for _ in group]
-        found = _extras_of(s, logits[first : first + s.num_logits_rows], group, drawn)
+        found = _extras_of(sampler, s, logits[first : first + s.num_logits_rows], group, drawn)
         token_ids.append(drawn[0] if drawn and found.error is None else None)
         if s.extras is not None or found.error is not None:
             extras[index] = found
@@ -67,7 +69,7 @@ def _draws_of(s: ScheduledSequence, row: int, logits: torch.Tensor) -> list[_Dra
     return [_Draw(row, each, s.output_index, changed) for each in params]
 
 
-def _sample(sampler: Sampler, draws: Sequence[_Draw], logits: torch.Tensor) -> list[int | None]:
+def _sample(sampler: TokenSampler, draws: Sequence[_Draw], logits: torch.Tensor) -> list[int | None]:
     params, indices = [d.params for d in draws], [d.output_index for d in draws]
     rows = [d.row for d in draws]
     if rows != list(range(len(logits))) or any(d.changed is not None for d in draws):
@@ -79,7 +81,7 @@ def _sample(sampler: Sampler, draws: Sequence[_Draw], logits: torch.Tensor) -> l
 
 
 def _extras_of(
-    s: ScheduledSequence, rows: torch.Tensor, draws: Sequence[_Draw], drawn: Sequence[int | None]
+    sampler: TokenSampler, s: ScheduledSequence, rows: torch.Tensor, draws: Sequence[_Draw], drawn: Sequence[int | None]
 ) -> SampledExtras:
     """rows: the sequence's own, raw."""
     tokens = [token for token in drawn if token is not None]
@@ -88,9 +90,9 @@ def _extras_of(
         return SampledExtras(error=not_finite())
     if s.extras is None:
         return SampledExtras()
-    told = [_logprobs(rows[-1], token, draw.params) for token, draw in zip(tokens, draws, strict=True)]
+    told = [_logprobs(sampler, rows[-1], token, draw.params) for token, draw in zip(tokens, draws, strict=True)]
     # The last row of the prompt's last chunk has no target.
-    prompt = [token_logprobs(row, t, s.extras.num_prompt_logprobs) for row, t in zip(rows, targets, strict=False)]
+    prompt = [sampler.logprobs(row, t, s.extras.num_prompt_logprobs) for row, t in zip(rows, targets, strict=False)]
     return SampledExtras(
         logprobs=told[0] if told else None,
         forks=tuple(zip(tokens[1:], told[1:], strict=True)),
@@ -98,5 +100,5 @@ def _extras_of(
     )
 
 
-def _logprobs(row: torch.Tensor, token_id: int, params: SamplingParams) -> TokenLogprobs | None:
-    return None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs)
+def _logprobs(sampler: TokenSampler, row: torch.Tensor, token_id: int, params: SamplingParams) -> TokenLogprobs | None:
+    return None if params.logprobs is None else sampler.logprobs(row, token_id, params.logprobs)

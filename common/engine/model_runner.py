@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from common.device import sampler_for
 from common.engine.batch import Batch, ScheduledSequence, build_batch
 from common.engine.extras import not_finite, sample_with_extras
 from common.engine.runner import SampledExtras, StepResult
-from common.engine.sampler import Sampler
 from common.kvcache.kv_cache import TORCH_DTYPES, KvCache
 from common.model.interface import GreedyModel, Model
 from common.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ class ModelRunner:
             raise ValueError(f"model computes in {model.dtype}, the KV cache holds {kv_cache.layout.dtype}")
         self._model = model
         self._kv_cache = kv_cache
-        self._sampler = Sampler()
+        self._sampler = sampler_for(kv_cache.device)
         self._greedy_model = model if isinstance(model, GreedyModel) else None
 
     def execute(self, scheduled: Sequence[ScheduledSequence]) -> StepResult:

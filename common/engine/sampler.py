@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch.nn import functional
 
+from common.engine.logits import token_logprobs
 from common.engine.random_bits import gumbel_noise, random_key
+from common.logprobs import TokenLogprobs
 from common.sampling_params import SamplingParams
 
 _RUN: Final = 128  # tokens that share the first level of an unfiltered draw
@@ -30,8 +32,8 @@ _ROUNDING: Final = 1 + 1e-9  # sums in another order may differ by this much
 _TOP_P_FLOORS: Final = (-5.0, -8.0, -11.0, -15.0, -math.inf)
 
 
-class Sampler:
-    """Stateless."""
+class TokenSampler(Protocol):
+    """Draws tokens, and says how likely they were. Every implementation draws the same."""
 
     def sample(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
@@ -40,6 +42,20 @@ class Sampler:
 
         logits: float32 [R, vocab], not changed. output_indices: i of each row's token.
         """
+        ...
+
+    def logprobs(self, row: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+        """row: float32 [vocab], finite, as the model made it."""
+        ...
+
+
+class Sampler:
+    """Implements TokenSampler in torch, on any device. Stateless."""
+
+    def sample(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
+    ) -> list[int | None]:
+        """See TokenSampler.sample."""
         if not params:
             return []
         highest, tokens = logits.max(dim=-1)
@@ -64,6 +80,10 @@ class Sampler:
             for row, token in zip(rows, _draw_unfiltered(scaled_rows, keys), strict=True):
                 chosen[row] = token
         return chosen
+
+    def logprobs(self, row: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+        """See TokenSampler.logprobs."""
+        return token_logprobs(row, token_id, num_top)
 
 
 def _filtered(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:

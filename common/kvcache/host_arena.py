@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from common.kvcache.kv_cache import KvCache, lazy_zeros
+from common.device import host_memory
+from common.kvcache.kv_cache import KvCache
 
 
 class HostArena:
@@ -28,10 +27,7 @@ class HostArena:
         pool = kv_cache.words
         num_layers, _, num_words = pool.shape
         num_bytes = num_slots * num_layers * num_words * pool.element_size()
-        if kv_cache.device.type == "cpu":
-            slab = lazy_zeros(num_bytes)
-        else:
-            slab = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        slab = host_memory(num_bytes, kv_cache.device)
         self._slots = slab.view(pool.dtype).view(num_slots, num_layers, num_words)
         self._blocks = pool.transpose(0, 1)
 

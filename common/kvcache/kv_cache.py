@@ -8,8 +8,6 @@ Who may use a block, and when, is the block pool's business; this file only hold
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.kernels.cpu.block_copy import load_block_copy
+from common.device import gather_words, native_copies, scatter_words, zeroed_memory
 from common.kvcache.checksum import checksum_of
 from common.kvcache.layout import KvLayout
 from common.kvcache.reshape import BlockPart, Reshape, copy_parts
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class KvCache:
@@ -40,14 +37,11 @@ class KvCache:
             raise ValueError(f"no KV cache of {num_blocks} blocks of {layout.dtype!r}")
         shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         num_bytes = layout.num_layers * num_blocks * layout.block_bytes
-        if device.type == "cpu":
-            self.data = lazy_zeros(num_bytes).view(TORCH_DTYPES[layout.dtype]).view(shape)
-        else:
-            self.data = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+        self.data = zeroed_memory(num_bytes, device).view(TORCH_DTYPES[layout.dtype]).view(shape)
         self.num_blocks = num_blocks
         self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
         self._layout = layout
-        self._native = load_block_copy() if device.type == "cpu" else None
+        self._native = native_copies(device)
         # Copies move bytes, whatever the dtype: int64 words where a block is a multiple of them, as it is in practice.
         word = torch.int64 if layout.block_bytes % 8 == 0 else torch.uint8
         self._words = self.data.view(layout.num_layers, num_blocks, -1).view(word)
@@ -73,7 +67,7 @@ class KvCache:
             return self._native.gather(self._runs(first_layer, num_layers, ids), self._layout.block_bytes, out)
         packed = self._as_words(out, num_layers, ids.size)
         index = torch.from_numpy(ids).to(self.device)
-        packed.copy_(self._words[first_layer : first_layer + num_layers].index_select(1, index))
+        packed.copy_(gather_words(self._words[first_layer : first_layer + num_layers], index))
         return checksum_of(out)
 
     def scatter(self, first_layer: int, num_layers: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> int:
@@ -84,7 +78,7 @@ class KvCache:
         # torch has no read-only tensors, and warns.
         packed = self._as_words(data if data.flags.writeable else data.copy(), num_layers, ids.size)
         index = torch.from_numpy(ids).to(self.device)
-        self._words[first_layer : first_layer + num_layers].index_copy_(1, index, packed.to(self.device))
+        scatter_words(self._words[first_layer : first_layer + num_layers], index, packed.to(self.device))
         return checksum_of(data)
 
     def scatter_parts(
@@ -146,15 +140,3 @@ class KvCache:
 def num_blocks_for(layout: KvLayout, budget_bytes: int) -> int:
     """Whole blocks (over all layers) that fit into `budget_bytes`; 0 if not even one does."""
     return budget_bytes // (layout.num_layers * layout.block_bytes)
-
-
-def lazy_zeros(num_bytes: int) -> torch.Tensor:
-    """uint8 zeros that take memory only where touched. The tensor keeps the mapping alive."""
-    try:
-        mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no memory for a KV cache of {num_bytes} bytes: {error.strerror}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=start)

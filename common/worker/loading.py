@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from common.config import Settings
+from common.device import resolve_device, with_captured_decodes
 from common.engine.cost_rates import DEFAULT_RATES, CostRates
 from common.engine.model_runner import ModelRunner
 from common.engine.scheduler import SchedulerConfig
@@ -79,7 +80,7 @@ def load(settings: Settings) -> LoadedModel:
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     config = load_model_config(folder)
     dtype = resolve_dtype(settings.dtype, config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = resolve_device(settings.device)
     layout = KvLayout(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     num_blocks = num_blocks_for(layout, settings.kv_cache_bytes)
     max_model_len = context_limit(settings, config, num_blocks)
@@ -102,6 +103,8 @@ def load(settings: Settings) -> LoadedModel:
         raise StartupError(
             f"no memory for a KV cache of {settings.kv_cache_bytes} bytes: set kv_cache_bytes lower"
         ) from None
+    if settings.cuda_graphs:
+        model = with_captured_decodes(model, kv_cache, settings.kernels, settings.max_running, max_model_len)
     runner = ModelRunner(model, kv_cache)
     _log.info("warming up", kv_blocks=num_blocks)
     runner.warm_up(WARM_UP_TOKENS)

@@ -19,12 +19,12 @@ RUN_TOKENS: Final = 128  # as in the torch sampler
 
 
 class TritonSampler:
-    """Implements Sampler's methods (common/engine/sampler.py). Stateless."""
+    """Implements TokenSampler. Stateless."""
 
     def sample(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
     ) -> list[int | None]:
-        """See Sampler.sample. logits: the last dimension dense."""
+        """See TokenSampler.sample. logits: the last dimension dense."""
         if not params:
             return []
         rows, vocab = logits.shape
@@ -52,7 +52,7 @@ class TritonSampler:
         return [None if token < 0 else token for token in out.tolist()]
 
     def logprobs(self, row: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-        """See token_logprobs (common/engine/logits.py)."""
+        """See TokenSampler.logprobs."""
         token = torch.tensor([token_id], device=row.device)
         logprob = torch.empty(1, dtype=torch.float32, device=row.device)
         rank = torch.empty(1, dtype=torch.int32, device=row.device)
