@@ -18,6 +18,7 @@ from common.rpc.worker_messages import Fork, PullSource, SequenceSpec, TransferT
 from common.sampling_params import FinishReason
 from common.telemetry import get_logger
 from router.cluster.messages import LegNews
+from router.cluster.worker_session import SessionState
 from router.leg import Leg
 from router.placer import Placer, WorkerPair
 from router.policy.suspicion import PROVEN_TOKENS, Record, Verdict, after_failure, verdict
@@ -341,7 +342,10 @@ class RequestRun:
         num_tokens = len(self._merger.token_ids) - self._base
         if num_tokens >= PROVEN_TOKENS:
             self._failed.clear()  # of long ago
-        self._record = after_failure(self._record, num_tokens=num_tokens, died=died, on_trial=self._on_trial)
+        silent = leg.session.state is SessionState.SILENT
+        self._record = after_failure(
+            self._record, num_tokens=num_tokens, died=died, silent=silent, on_trial=self._on_trial
+        )
         self._on_trial = False
         match verdict(self._record):
             case Verdict.GUILTY:

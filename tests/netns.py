@@ -134,13 +134,13 @@ def _open_tun(host: str) -> int:
     """A namespace is a thread's: one that visits `host` opens the device there."""
     opened: list[int] = []
 
-    def visit() -> None:
+    def open_there() -> None:
         visit(host)
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
         fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
         opened.append(descriptor)
 
-    thread = threading.Thread(target=visit)
+    thread = threading.Thread(target=open_there)
     thread.start()
     thread.join()
     return opened[0]

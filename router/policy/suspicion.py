@@ -5,7 +5,7 @@ shown that it was not:
 
     failure ── PROVEN_TOKENS since the last one? ── yes ──► a clean record
         │
-        ├── died while on trial ─────────────────► GUILTY: its second (or third) worker, and no other suspect was about
+        ├── died, not just fell silent, on trial ─► GUILTY: its second (or third) worker, and no other suspect was about
         ├── MAX_ATTEMPTS without getting on ─────► GIVE_UP
         ├── died before a token, or twice ───────► TRIAL: again, but no two suspects at a time
         └── else ────────────────────────────────► AGAIN, at once
@@ -44,15 +44,17 @@ class Record:
     died_on_trial: bool = False
 
 
-def after_failure(record: Record, *, num_tokens: int, died: bool, on_trial: bool) -> Record:
-    """num_tokens: output of the attempt that failed. died: its worker was lost, and did not say what went wrong."""
+def after_failure(record: Record, *, num_tokens: int, died: bool, silent: bool = False, on_trial: bool) -> Record:
+    """num_tokens: output of the attempt that failed. died: its worker was lost, and did not say what went wrong.
+    silent: perhaps it was only slow, on a busy machine. That convicts nobody.
+    """
     if num_tokens >= PROVEN_TOKENS:
         record, on_trial = Record(), False
     return Record(
         num_failures=record.num_failures + 1,
         num_deaths=record.num_deaths + died,
         num_early_deaths=record.num_early_deaths + (died and not num_tokens),
-        died_on_trial=died and on_trial,
+        died_on_trial=died and on_trial and not silent,
     )
 
 

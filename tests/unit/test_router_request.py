@@ -507,6 +507,19 @@ async def test_suspects_are_never_at_workers_together(monkeypatch):
     assert len(bench.dispatcher._trials) == 0
 
 
+async def test_a_worker_that_only_fell_silent_convicts_nobody(monkeypatch):
+    monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
+    bench, seen = Bench(num_prefill=0, num_decode=2), set()
+    client = Client(bench)
+    for _ in range(2):
+        ((worker, _),) = await reserved(bench, seen)
+        worker.session._fall_silent("a busy machine")
+        worker.session._state = SessionState.READY
+    ((worker, spec),) = await reserved(bench, seen)
+    worker.output(spec.transfer_id, first_index=0, token_ids=[50, 51, 52, 53], finish_reason="LENGTH", leg_ended=True)
+    assert client.end.reason is FinishReason.LENGTH
+
+
 async def test_choices_of_a_prompt_that_kills_fail_together(monkeypatch):
     monkeypatch.setattr(request_module, "RETRY_PAUSE_S", 0.0)
     bench = Bench(num_prefill=0, num_decode=1)
