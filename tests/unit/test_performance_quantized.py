@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtest.performance import MEMORY, READY
+from loadtest.performance_cases import MEMORY, READY
 from loadtest.performance_quantized import COMPARED, render, servers
 
 
