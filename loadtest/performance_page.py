@@ -51,8 +51,8 @@ def render(runs: Sequence[Run]) -> str:
     lines = [
         "# Baton beside its peers", "",
         "Written by `loadtest/performance_page.py` from the runs in [runs/](runs/). "
-        "[PERFORMANCE.md](../PERFORMANCE.md) says what the figures mean. ÷ is Baton's figure to the peer's in the row's run; **bold** where Baton is "
-        "ahead. Each figure is the median of its run's rounds.",
+        "[PERFORMANCE.md](../PERFORMANCE.md) says what the figures mean. ÷ is Baton's figure to the peer's in the "
+        "row's run; **bold** where Baton is ahead. Each figure is the median of its run's rounds.",
     ]  # fmt: skip
     newest_first = sorted(runs, key=lambda run: run.began, reverse=True)
     peers = dict.fromkeys(server for run in runs for server in run.samples if server != BATON)
