@@ -108,6 +108,11 @@ class Settings(BaseModel):
         ge=0,
         description="a decode worker may compute so many uncached prompt tokens itself where that is sooner; 0: never",
     )
+    shared_cores: bool = Field(
+        False,
+        description="workers of both phases share the cores, so that streams wait for prompts wherever these are "
+        "computed; `baton serve`: true",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes; auto: a GPU, where there is one")
     kernels: Literal["auto", "native", "torch", "triton"] = Field(
         "auto", description="native: compiled for this CPU; triton: for GPUs; auto: either, where it can be had"

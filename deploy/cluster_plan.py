@@ -56,6 +56,7 @@ def plan_parts(
     shared["auth"] = effective_auth(settings)
     number = settings.router_processes
     ports = {"port": port, "grpc_port": grpc_port, "worker_id": "", "reuse_port": number > 1}
+    shared.setdefault("shared_cores", settings.prefill > 0)
     names = ["router", *(f"router-{i}" for i in range(1, number))]
     parts = [Part(name, "router", "", {**shared, **ports}) for name in names]
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):

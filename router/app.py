@@ -131,7 +131,15 @@ async def serve(settings: Settings) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(end_task, asyncio.create_task(audit.run(), name="index audit"))
         observers = Observers(metrics, timeline, tracer, PlacementFeedback(transfers, audit))
         index = PrefixIndex(redis, settings.cluster, time.monotonic)
-        placer = Placer(fleet, index, settings.block_size, settings.local_prefill_max_tokens, transfers, time.monotonic)
+        placer = Placer(
+            fleet,
+            index,
+            settings.block_size,
+            settings.local_prefill_max_tokens,
+            transfers,
+            time.monotonic,
+            shared_cores=settings.shared_cores,
+        )
         tenants = TenantDirectory(_tenant_store(settings, redis))
         await tenants.load()
         quotas = Quotas(redis, settings.cluster, transfer_prefix, time.monotonic)

@@ -61,8 +61,8 @@ class _Known:
 class Placer:
     """Chooses workers, and remembers what it chose, within bounds. Holds no request.
 
-    local_prefill_max_tokens: see PlacementRequest. transfers: what is known of the KV transfers' speed; shared with
-    whoever observes them. clock: monotonic seconds.
+    local_prefill_max_tokens, shared_cores: see PlacementRequest. transfers: what is known of the KV transfers' speed;
+    shared with whoever observes them. clock: monotonic seconds.
     """
 
     def __init__(
@@ -73,11 +73,14 @@ class Placer:
         local_prefill_max_tokens: int,
         transfers: TransferRate,
         clock: Callable[[], float],
+        *,
+        shared_cores: bool = False,
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._block_size = block_size
         self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._shared_cores = shared_cores
         self._transfers = transfers
         self._clock = clock
         self._recent = RecentPrefixes()
@@ -98,6 +101,7 @@ class Placer:
             failed=failed,
             token_transfer_s=self._transfers.token_transfer_s,
             local_prefill_max_tokens=self._local_prefill_max_tokens,
+            shared_cores=self._shared_cores,
         )
         known = await self._known_prefixes(packed_hashes)
         request = replace(request, pullable_tokens=self._pullable_tokens(known))

@@ -12,7 +12,8 @@ Pure. docs/PLACEMENT.md derives the formula; here it is as computed, for a promp
 
     disaggregated(p, d) = grant(d) + work(p) + max(0, transfer(d) − computing(p)) + room(d) + load(d)
     local(d)            = grant(d) + work(d)                                      + room(d) + load(d) + harm(d)
-    harm(d)             = running(d) · prefill_token_s(d) · missing(d)       every stream waits while d computes
+    harm(d)             = running(d) · prefill_token_s(d) · missing(d)       every stream waits while d computes;
+                          0 where p computes on the same cores: then every stream waits for p just as well
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class PlacementRequest:
 
     token_transfer_s: seconds to move one token's KV; 0: not known. pullable_tokens: longest prefix that some worker
     would send to the prefill worker. local_prefill_max_tokens: the decode worker computes at most so
-    many tokens itself while a prefill worker is usable; 0: none.
+    many tokens itself while a prefill worker is usable; 0: none. shared_cores: prefill workers compute on the cores of
+    the decode workers.
     """
 
     num_tokens: int
@@ -75,6 +77,7 @@ class PlacementRequest:
     token_transfer_s: float = 0.0
     pullable_tokens: int = 0
     local_prefill_max_tokens: int = 0
+    shared_cores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ def decode_cost(request: PlacementRequest, worker: WorkerLoad, rates: StepRates,
         computing_s = rates.prefill_token_s * missing
         local = LocalCost(
             work_s=_work_s(worker.queued_prefill_tokens + missing, rates),
-            harm_s=running * computing_s,
+            harm_s=0.0 if request.shared_cores else running * computing_s,
             capacity_s=CAPACITY_WEIGHT * computing_s,
         )
     # One's own steps get longer by the streams that run, theirs by this one.

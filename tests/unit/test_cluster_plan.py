@@ -64,6 +64,12 @@ def test_decode_gives_way_to_prompts_that_share_its_cores_unless_told_otherwise(
     assert nice_of(nice=3) == {"prefill": 3, "decode": 3}
 
 
+def test_routers_know_that_both_phases_share_the_cores_unless_told_otherwise():
+    assert parts_of()[0].settings["shared_cores"]
+    assert not parts_of(prefill=0)[0].settings["shared_cores"]
+    assert not parts_of(shared_cores=False)[0].settings["shared_cores"]
+
+
 @given(st.integers(1, 256), st.integers(0, 64), st.integers(1, 64))
 def test_a_phase_never_gets_more_threads_than_cores_nor_a_worker_none(cores, prefill, decode):
     threads = worker_threads(cores, prefill, decode)
