@@ -110,8 +110,8 @@ class Settings(BaseModel):
     )
     shared_cores: bool = Field(
         False,
-        description="workers of both phases share the cores, so that streams wait for prompts wherever these are "
-        "computed; `baton serve`: true",
+        description="prefill workers share the decode workers' cores, and get only what these may not compute; "
+        "`baton serve`: true",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes; auto: a GPU, where there is one")
     kernels: Literal["auto", "native", "torch", "triton"] = Field(
@@ -121,9 +121,7 @@ class Settings(BaseModel):
     num_threads: int = Field(
         0, ge=0, le=256, description="compute threads of a worker; 0: all cores, or `baton serve`'s share of them"
     )
-    nice: int = Field(
-        0, ge=0, le=19, description="how far a worker gives way to others on the same cores; `baton serve`: decode 6"
-    )
+    nice: int = Field(0, ge=0, le=19, description="how far a worker gives way to others on the same cores")
 
     check_when_idle: bool = Field(
         False, description="recount all blocks whenever an engine has nothing to do; a fault ends the worker. For tests"

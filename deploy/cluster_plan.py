@@ -14,9 +14,6 @@ Role = Literal["router", "prefill", "decode"]
 # A worker beside its weights and KV: interpreter, torch and UCX (240 MB here), and the activations of a step.
 WORKER_RUNTIME_BYTES: Final = 400 << 20
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
-# Where both phases share the cores, prompts come first: a quarter of the time goes to decode while both have work. The
-# prompts' first tokens come sooner, and decode's steps are fewer and fuller (docs/decisions/0015-sharing-cores.md).
-DECODE_NICE: Final = 6
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -51,7 +48,6 @@ def plan_parts(
     """The routers first, then the workers. suffix: makes worker ids unique where clusters share one Redis."""
     given = {key: getattr(settings, key) for key in settings.model_fields_set}
     shared = {**given, "redis_url": redis_url, "model": model}
-    nice = settings.nice if "nice" in given or not settings.prefill else DECODE_NICE
     threads = worker_threads(num_cores, settings.prefill, settings.decode, settings.num_threads)
     shared["auth"] = effective_auth(settings)
     number = settings.router_processes
@@ -62,8 +58,6 @@ def plan_parts(
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
         for i in range(count):
             own = {"worker_id": f"{role}-{i}{suffix}", "num_threads": threads}
-            if role == "decode":
-                own["nice"] = nice
             local = {"host": "127.0.0.1", "advertise_host": "", "grpc_port": 0, "metrics_port": 0}
             parts.append(Part(f"{role}-{i}", role, own["worker_id"], {**shared, **local, **own}))  # type: ignore[arg-type]
     return parts

@@ -1,8 +1,9 @@
 """Which prefill and which decode worker a request goes to. Pure: the caller brings the snapshot and the randomness.
 
 The pair of the least cost wins (router/policy/placement_cost.py; docs/PLACEMENT.md), or the decode worker alone where
-it would compute the little that is missing itself sooner and without harm to its streams. Equal costs are spread
-evenly. Session affinity is nobody's rule: where the prefix lies, less is missing.
+it would compute the little that is missing itself sooner and without harm to its streams; where both share the cores,
+alone whenever it may. Equal costs are spread evenly. Session affinity is nobody's rule: where the prefix lies, less is
+missing.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def choose(
     least = inf
     for decode in few_decodes:
         cost = decode_cost(request, decode, decode.rates or decode_rates, only=not few_prefills)
-        for option in _options(decode, cost, priced_prefills):
+        # On shared cores neither streams nor queues fare better where another process computes the prompt.
+        rivals = () if request.shared_cores and cost.local is not None else priced_prefills
+        for option in _options(decode, cost, rivals):
             if option[0] < least - TIE_S:
                 best, least = [option], option[0]
             elif option[0] <= least + TIE_S:

@@ -12,8 +12,7 @@ Pure. docs/PLACEMENT.md derives the formula; here it is as computed, for a promp
 
     disaggregated(p, d) = grant(d) + work(p) + max(0, transfer(d) − computing(p)) + room(d) + load(d)
     local(d)            = grant(d) + work(d)                                      + room(d) + load(d) + harm(d)
-    harm(d)             = running(d) · prefill_token_s(d) · missing(d)       every stream waits while d computes;
-                          0 where p computes on the same cores: then every stream waits for p just as well
+    harm(d)             = running(d) · prefill_token_s(d) · missing(d)       every stream waits while d computes
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class PlacementRequest:
     token_transfer_s: seconds to move one token's KV; 0: not known. pullable_tokens: longest prefix that some worker
     would send to the prefill worker. local_prefill_max_tokens: the decode worker computes at most so
     many tokens itself while a prefill worker is usable; 0: none. shared_cores: prefill workers compute on the cores of
-    the decode workers.
+    the decode workers, so that whatever they compute delays streams and prompts of both.
     """
 
     num_tokens: int
@@ -130,7 +129,7 @@ def decode_cost(request: PlacementRequest, worker: WorkerLoad, rates: StepRates,
         computing_s = rates.prefill_token_s * missing
         local = LocalCost(
             work_s=_work_s(worker.queued_prefill_tokens + missing, rates),
-            harm_s=0.0 if request.shared_cores else running * computing_s,
+            harm_s=running * computing_s,
             capacity_s=CAPACITY_WEIGHT * computing_s,
         )
     # One's own steps get longer by the streams that run, theirs by this one.

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from common.config import Settings, resolve_settings
 from common.errors import StartupError
 from deploy.child_log import event_of, last_event, startup_error, tail
-from deploy.cluster_plan import (
-    DECODE_NICE,
-    MemoryNeed,
-    effective_auth,
-    memory_need,
-    plan_parts,
-    worker_threads,
-)
+from deploy.cluster_plan import MemoryNeed, effective_auth, memory_need, plan_parts, worker_threads
 from deploy.paths import KEEP_DEAD_RUN_S, RUN_PREFIX, baton_home, remove_dead_runs, run_directory
 from deploy.preflight import available_memory_bytes, check_memory, choose_grpc_port, compiler_note
 from deploy.restart_policy import STARTUP_ERROR_EXIT, RestartPolicy, after_death, describe_exit
@@ -51,17 +44,6 @@ def test_every_part_gets_its_own_id_and_the_users_settings():
     assert parts[0].settings["port"] == 8000
     assert {p.settings["host"] for p in parts[1:]} == {"127.0.0.1"}
     assert {p.settings["grpc_port"] for p in parts[1:]} == {0}
-
-
-def nice_of(**settings):
-    return {p.role: p.settings.get("nice", 0) for p in parts_of(**settings)[1:]}
-
-
-def test_decode_gives_way_to_prompts_that_share_its_cores_unless_told_otherwise():
-    assert nice_of() == {"prefill": 0, "decode": DECODE_NICE}
-    assert nice_of(prefill=0) == {"decode": 0}
-    assert nice_of(nice=0) == {"prefill": 0, "decode": 0}
-    assert nice_of(nice=3) == {"prefill": 3, "decode": 3}
 
 
 def test_routers_know_that_both_phases_share_the_cores_unless_told_otherwise():

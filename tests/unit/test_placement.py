@@ -103,13 +103,13 @@ def test_a_prompt_that_would_stall_running_streams_goes_to_a_prefill_worker():
     )
 
 
-def test_where_both_phases_share_the_cores_a_short_prompt_stalls_streams_no_more_here_than_there():
+def test_where_both_phases_share_the_cores_decode_workers_compute_all_that_they_may():
     asked = request(local_prefill_max_tokens=512, shared_cores=True)
-    prefill, streams = worker("p0", queued_prefill_tokens=320), worker("d0", num_running=16)
-    assert place(asked, [prefill], [streams]).prefill_id is None
-    assert place(asked, [worker("p0")], [replace(streams, queued_prefill_tokens=320)]).prefill_id == "p0"
+    streams = worker("d0", num_running=16, queued_prefill_tokens=3200)
+    assert place(asked, [worker("p0")], [streams]).prefill_id is None
     long = request(num_tokens=513, local_prefill_max_tokens=512, shared_cores=True)
-    assert place(long, [replace(prefill, queued_prefill_tokens=5000)], [streams]).prefill_id == "p0"
+    assert place(long, [worker("p0", queued_prefill_tokens=5000)], [streams]).prefill_id == "p0"
+    assert place(asked, [worker("p0")], [streams, worker("d1", num_running=3)]).decode_id == "d1"
 
 
 def test_a_prefix_that_can_be_pulled_is_worth_less_than_having_it_and_more_than_computing_it():
