@@ -86,9 +86,8 @@ def receiver_frame_from_proto(message: pb.ReceiverFrame) -> ReceiverFrame | None
             return Heartbeat()
         case "welcome":
             w = message.welcome
-            return Welcome(
-                w.transport_descriptor, w.transport, w.slot_bytes, w.num_slots, w.lease_ms / 1e3, w.shared_ring
-            )
+            where = (w.transport_descriptor, w.transport, w.slot_bytes, w.num_slots)
+            return Welcome(*where, w.lease_ms / 1e3, w.shared_ring, w.control_line)
         case _:
             return None
 
@@ -137,6 +136,7 @@ def _receiver_frame_to_proto(frame: ReceiverFrame) -> pb.ReceiverFrame:
                 num_slots=frame.num_slots,
                 lease_ms=round(frame.lease_s * 1e3),
                 shared_ring=frame.shared_ring,
+                control_line=frame.control_line,
             )
             return pb.ReceiverFrame(welcome=welcome)
 

@@ -101,7 +101,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """descriptor: for the transport's connect. shared_ring: for open_shared; empty: not offered."""
+    """descriptor: for the transport's connect. shared_ring: for open_shared, control_line: for connect_line; empty:
+    not offered."""
 
     descriptor: bytes
     transport: str
@@ -109,6 +110,7 @@ class Welcome:
     num_slots: int
     lease_s: float
     shared_ring: bytes = b""
+    control_line: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

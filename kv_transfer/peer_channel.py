@@ -1,4 +1,5 @@
-"""A sender's channel to one decode worker: a gRPC stream for frames, an endpoint for bytes, shared by its transfers.
+"""A sender's channel to one decode worker: a gRPC stream for frames (on one host a socket, control_line.py), an
+endpoint for bytes, shared by its transfers.
 
 connect, Hello/Welcome, endpoint; then frames and puts; ended by close, idleness, error or silence. After the end:
 transfers fail, gathers under way are waited for, the endpoint is force-closed, the stream is closed.
@@ -25,6 +26,7 @@ from common.kvcache.layout import KvStore
 from common.rpc.convert import error_from_rpc
 from common.telemetry import get_logger
 from kv_transfer import convert
+from kv_transfer.control_line import ControlLine, connect_line
 from kv_transfer.frames import Heartbeat, Hello, SenderFrame, Welcome
 from kv_transfer.lease import Lease
 from kv_transfer.outbox import Outbox
@@ -90,6 +92,7 @@ class PeerChannel:
         self._endpoint: Endpoint | None = None
         self._slot_bytes = 0
         self._window: npt.NDArray[np.uint8] | None = None
+        self._line: ControlLine[SenderFrame] | None = None
         self._is_up = False
         self._ending = False
         self._finishing = False
@@ -119,7 +122,7 @@ class PeerChannel:
         self.job_ended()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        self._outbox.close()
+        self._close_frames()
         if not self._is_up:
             self.break_off(error)
 
@@ -127,7 +130,7 @@ class PeerChannel:
 
     def send(self, frame: SenderFrame) -> None:
         self._lease.sent()
-        if not self._outbox.put(frame):
+        if not (self._outbox if self._line is None else self._line).put(frame):
             self.break_off(self._lost_error("it does not read its transfer channel"))
 
     def break_off(self, error: BatonError) -> None:
@@ -229,6 +232,8 @@ class PeerChannel:
             self._window = self._map_ring(welcome)
         if (problem := unmet(parts.require_transport, self.lanes)) is not None:
             raise ValueError(problem)
+        if self._window is not None and welcome.control_line:
+            self._line = await connect_line(welcome.control_line, _encode, self._on_line)
         log.info("transfer channel opened", peer=self.worker.worker_id, lanes=", ".join(self.lanes))
         self._lease = Lease(min(parts.lease_s, welcome.lease_s))
         self._is_up = True
@@ -249,11 +254,11 @@ class PeerChannel:
         reader = asyncio.create_task(self._read(call))
         writer = asyncio.create_task(self._write(call))
         try:
-            enders: set[asyncio.Future[Any]] = {reader, writer, self._broken}
-            await asyncio.wait(enders, return_when=asyncio.FIRST_COMPLETED)
+            heard: set[asyncio.Future[Any]] = {reader} if self._line is None else {reader, self._line.lost}
+            await asyncio.wait({*heard, writer, self._broken}, return_when=asyncio.FIRST_COMPLETED)
             if not self._broken.done():
-                # Closed in order, or broken under us: the reader hears why.
-                await asyncio.wait({reader}, timeout=self._lease.tick_s)
+                # Closed in order, or broken under us: what was sent before is heard, and why.
+                await asyncio.wait(heard, timeout=self._lease.tick_s)
             if self._broken.done():
                 return self._broken.result()
             if reader.done() and isinstance(error := reader.exception(), grpc.aio.AioRpcError):
@@ -267,13 +272,19 @@ class PeerChannel:
 
     async def _read(self, call: Call) -> None:
         while isinstance(message := await call.read(), pb.ChannelResponse):
-            self._lease.heard()
-            try:
-                for frame in message.frames:
-                    self.protocol.on_frame(convert.receiver_frame_from_proto(frame))
-            except Exception:
-                log.exception("a frame could not be handled", peer=self.worker.worker_id)
-                raise
+            self._hear(message)
+
+    def _on_line(self, message: bytes) -> None:
+        self._hear(pb.ChannelResponse.FromString(message))
+
+    def _hear(self, message: pb.ChannelResponse) -> None:
+        self._lease.heard()
+        try:
+            for frame in message.frames:
+                self.protocol.on_frame(convert.receiver_frame_from_proto(frame))
+        except Exception:
+            log.exception("a frame could not be handled", peer=self.worker.worker_id)
+            raise
 
     async def _write(self, call: Call) -> None:
         while frames := await self._outbox.take():
@@ -303,7 +314,13 @@ class PeerChannel:
             self.send(Heartbeat())
         if idle_s > self._parts.idle_close_s:
             self._end()
-            self._outbox.close()
+            self._close_frames()
+
+    def _close_frames(self) -> None:
+        """Those that wait still go out."""
+        if self._line is not None:
+            self._line.close()
+        self._outbox.close()
 
     def _end(self) -> None:
         """From now on no new transfer comes here."""
@@ -313,6 +330,8 @@ class PeerChannel:
 
     async def _settle(self) -> None:
         """Gathers and puts of transfers that have failed come to their end."""
+        if self._line is not None:
+            self._line.abort()
         await self._loop.run_in_executor(self._parts.executor, int)
         if self._connecting is not None:
             with contextlib.suppress(TransportError):
@@ -324,3 +343,7 @@ class PeerChannel:
 
     def _lost_error(self, why: str) -> BatonError:
         return BatonError(ErrorKind.LEASE_LOST, f"lost {self._name}: {why}")
+
+
+def _encode(frames: list[SenderFrame]) -> bytes:
+    return convert.sender_frames_to_proto(frames).SerializeToString()

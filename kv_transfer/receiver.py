@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 import grpc
@@ -21,6 +22,8 @@ from baton.transfer.v1 import transfer_pb2_grpc
 from common.errors import BatonError, ErrorKind, StartupError
 from common.kvcache.layout import KvStore
 from common.telemetry import get_logger
+from kv_transfer import convert
+from kv_transfer.control_line import ControlListener
 from kv_transfer.frames import Hello, ReceiverFrame, Welcome
 from kv_transfer.landing_ring import Channel
 from kv_transfer.lease import TICKS_PER_LEASE
@@ -81,6 +84,7 @@ class KvReceiver:
         self._require_transport = require_transport
         self._shares_ring = shares_ring
         self._shared: SharedMemory | None = None
+        self._listener: ControlListener[ReceiverFrame] | None = None
         self._protocol = ReceiverProtocol(
             self,
             store,
@@ -106,6 +110,9 @@ class KvReceiver:
         except TransportError as error:
             self._executor.shutdown()
             raise StartupError(f"KV transfer can't start: {error}") from None
+        if self._shared is not None:
+            self._listener = ControlListener(_encode, self._lease_s)
+            await self._listener.start()
         self._ticker = asyncio.create_task(self._tick())
 
     def _open_ring(self) -> Region:
@@ -149,6 +156,8 @@ class KvReceiver:
         handlers = [task for task in self._handlers.values() if task is not None]
         if handlers:
             await asyncio.wait(handlers, timeout=2 * self._lease_s)
+        if self._listener is not None:
+            self._listener.close()
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
         await self._loop.run_in_executor(self._executor, self._close_transport)
@@ -209,14 +218,20 @@ class KvReceiver:
 
     def channel_done(self, channel: ReceiverChannel) -> None:
         del self._handlers[channel]
+        if self._listener is not None:
+            self._listener.withdraw(channel.control_token)
 
-    def admit(self, hello: Hello) -> Welcome:
+    def admit(self, channel: ReceiverChannel, hello: Hello) -> Welcome:
         try:
-            return self._check(hello)
+            welcome = self._check(hello)
         except BatonError as error:
             self._protocol.handshake_refused()
             log.warning("transfer handshake refused", peer=hello.worker.worker_id, reason=error.message)
             raise
+        if self._listener is None:
+            return welcome
+        offer, channel.control_token = self._listener.offer(channel.attach)
+        return replace(welcome, control_line=offer)
 
     def _check(self, hello: Hello) -> Welcome:
         me = self._identity
@@ -283,3 +298,7 @@ class KvReceiver:
             if channel.peer is not None and not channel.lease.tick(elapsed_s):
                 message = f"prefill worker {channel.peer.worker_id} was silent for a lease of {self._lease_s} s"
                 channel.end(BatonError(ErrorKind.LEASE_LOST, message))
+
+
+def _encode(frames: list[ReceiverFrame]) -> bytes:
+    return convert.receiver_frames_to_proto(frames).SerializeToString()

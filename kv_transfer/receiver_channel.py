@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -14,6 +14,7 @@ from common.errors import BatonError, ErrorKind
 from common.rpc.convert import error_to_status
 from common.telemetry import get_logger
 from kv_transfer import convert
+from kv_transfer.control_line import ControlLine
 from kv_transfer.frames import Hello, ReceiverFrame, SenderFrame, Welcome
 from kv_transfer.lease import Lease
 from kv_transfer.lender import Lender
@@ -33,7 +34,7 @@ class Gate(Protocol):
 
     def new_channel(self) -> ReceiverChannel: ...
 
-    def admit(self, hello: Hello) -> Welcome:
+    def admit(self, channel: ReceiverChannel, hello: Hello) -> Welcome:
         """Raises BatonError naming what does not fit."""
 
     def channel_done(self, channel: ReceiverChannel) -> None: ...
@@ -74,13 +75,16 @@ class ReceiverChannel:
     def __init__(self, protocol: ReceiverProtocol, lease_s: float) -> None:
         self.lease = Lease(lease_s)
         self.peer: WorkerIdentity | None = None
+        self.control_token = b""
         self._protocol = protocol
         self._lease_s = lease_s
         self._outbox: Outbox[ReceiverFrame] = Outbox()
         self._ended: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+        self._line: ControlLine[ReceiverFrame] | None = None
+        self._line_lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, frame: ReceiverFrame) -> None:
-        if not self._outbox.put(frame):
+        if not (self._outbox if self._line is None else self._line).put(frame):
             self.end(BatonError(ErrorKind.LEASE_LOST, "the prefill worker does not read its transfer channel"))
 
     def end(self, error: BatonError) -> None:
@@ -89,10 +93,16 @@ class ReceiverChannel:
             self._ended.set_result(error)
         self._outbox.close()
 
+    def attach(self, line: ControlLine[ReceiverFrame]) -> Callable[[bytes], None]:
+        """Frames go by `line` from now on, both ways; who takes its messages."""
+        self._line = line
+        line.lost.add_done_callback(lambda _: self._line_lost.set_result(None))
+        return lambda message: self._deliver(_frames_of(pb.ChannelRequest.FromString(message)))
+
     async def serve(self, context: Context, gate: Gate) -> None:
         """Runs until the channel has ended and the protocol knows it. Raises BatonError: to be told to the peer."""
         hello, rest = await self._read_hello(context)
-        self.send(gate.admit(hello))
+        self.send(gate.admit(self, hello))
         self.peer = hello.worker
         log.info("transfer channel opened", peer=hello.worker.worker_id)
         self._protocol.channel_opened(self, hello.format.layout)
@@ -117,11 +127,16 @@ class ReceiverChannel:
         reader = asyncio.create_task(self._read(context))
         writer = asyncio.create_task(self._write(context))
         try:
-            enders: set[asyncio.Future[Any]] = {reader, writer, self._ended}
+            enders: set[asyncio.Future[Any]] = {reader, writer, self._ended, self._line_lost}
             await asyncio.wait(enders, return_when=asyncio.FIRST_COMPLETED)
+            if self._line is not None and not self._ended.done():
+                # Closed in order: what was sent before is heard.
+                await asyncio.wait({self._line_lost}, timeout=self.lease.tick_s)
         finally:
             reader.cancel()
             self._outbox.close()
+            if self._line is not None:
+                self._line.close()
             lost = BatonError(ErrorKind.LEASE_LOST, f"prefill worker {peer} ended its transfer channel")
             reason = self._ended.result() if self._ended.done() else lost
             log.info("transfer channel ended", peer=peer, reason=reason.message)
@@ -131,6 +146,8 @@ class ReceiverChannel:
             for result in await asyncio.gather(reader, writer, return_exceptions=True):
                 if isinstance(result, Exception):
                     log.debug("transfer channel broken", peer=peer, error=repr(result))
+            if self._line is not None:
+                self._line.abort()
 
     async def _read(self, context: Context) -> None:
         while isinstance(message := await context.read(), pb.ChannelRequest):

@@ -217,6 +217,7 @@ class Welcome(_message.Message):
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     SHARED_RING_FIELD_NUMBER: _builtins.int
+    CONTROL_LINE_FIELD_NUMBER: _builtins.int
     transport_descriptor: _builtins.bytes
     """Opaque to all but the transport: address, remote key, ring base."""
     transport: _builtins.str
@@ -226,6 +227,10 @@ class Welcome(_message.Message):
     """Lease that the sender renews by any frame on this channel."""
     shared_ring: _builtins.bytes
     """The ring as shared memory, for a sender on the same host. Empty: not offered."""
+    control_line: _builtins.bytes
+    """Where the frames of this channel may go on the same host, instead of by
+    gRPC. Empty: not offered.
+    """
     def __init__(
         self,
         *,
@@ -235,10 +240,11 @@ class Welcome(_message.Message):
         num_slots: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         shared_ring: _builtins.bytes = ...,
+        control_line: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "num_slots", b"num_slots", "shared_ring", b"shared_ring", "slot_bytes", b"slot_bytes", "transport", b"transport", "transport_descriptor", b"transport_descriptor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_line", b"control_line", "lease_ms", b"lease_ms", "num_slots", b"num_slots", "shared_ring", b"shared_ring", "slot_bytes", b"slot_bytes", "transport", b"transport", "transport_descriptor", b"transport_descriptor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
