@@ -49,10 +49,13 @@ class _Messages(asyncio.Protocol):
         self.on_lost = on_lost
         self.transport: asyncio.Transport | None = None
         self._buffer = bytearray()
+        self._aborted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's is one, but is no subclass.
         self.transport = cast("asyncio.Transport", transport)
+        if self._aborted:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -82,6 +85,7 @@ class _Messages(asyncio.Protocol):
         self.on_lost()
 
     def abort(self) -> None:
+        self._aborted = True
         self._buffer.clear()
         if self.transport is not None:
             self.transport.abort()
@@ -209,7 +213,7 @@ class ControlListener(Generic[Frame]):
         loop = asyncio.get_running_loop()
         loop.call_later(self._patience_s, self._turn_away, stranger)
         if len(self._strangers) > MAX_STRANGERS:
-            loop.call_soon(stranger.abort)
+            stranger.abort()
         return stranger
 
     def _turn_away(self, stranger: _Messages) -> None:

@@ -76,12 +76,11 @@ class UcxRegion:
 
 def _huge_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Memory on huge pages where the kernel grants them: a copy into another process pins its pages one by one, and
-    with 4 KiB pages that costs several times the copying. The array keeps the mapping alive."""
+    with 4 KiB pages that costs several times the copying. Pages come as they are touched: staging that is never used, as
+    on one host, takes no memory. The array keeps the mapping alive."""
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     everything: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
     start = -everything.ctypes.data % HUGE_PAGE_BYTES
-    view = everything[start : start + num_bytes]
-    view.fill(0)
-    return view
+    return everything[start : start + num_bytes]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+import psutil
 import pytest
 
 from kv_transfer.transport.base import TransportError, TransportFault
 from kv_transfer.transport.lanes import LaneKind
+from kv_transfer.transport.shared_memory import SharedMemory
 from kv_transfer.transport.start import start_transport
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_worker import UcxSettings
@@ -49,3 +53,16 @@ def test_without_a_lane_of_the_required_kind_it_does_not_start_and_names_wanted_
     again = UcxTransport(UcxSettings(net_devices="lo", tls="tcp"))
     start_transport(again, LaneKind.TCP)
     again.close()
+
+
+def test_memory_that_nothing_was_gathered_into_takes_no_pages() -> None:
+    size = 256 << 20
+    transport = UcxTransport(UcxSettings(net_devices="lo"))
+    transport.start()
+    before = psutil.Process(os.getpid()).memory_info().rss
+    ring = SharedMemory(size)
+    regions = [transport.allocate(size), transport.allocate(size, ring.view)]
+    assert psutil.Process(os.getpid()).memory_info().rss - before < size // 4
+    assert all(not region.view[:: size // 8].any() for region in regions)
+    transport.close()
+    ring.close()
