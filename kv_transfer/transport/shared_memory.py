@@ -31,7 +31,8 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedMemory:
-    """Zeroed; pages come as they are touched, and slots used last are used first, so that a quiet ring takes few of them.
+    """Zeroed; pages come as they are touched: slots used last are used first, so a quiet ring takes few.
+
     view: uint8 [num_bytes]; lives as long as something refers to it. Raises OSError."""
 
     def __init__(self, num_bytes: int) -> None:

@@ -76,8 +76,8 @@ class UcxRegion:
 
 def _huge_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Memory on huge pages where the kernel grants them: a copy into another process pins its pages one by one, and
-    with 4 KiB pages that costs several times the copying. Pages come as they are touched: staging that is never used, as
-    on one host, takes no memory. The array keeps the mapping alive."""
+    with 4 KiB pages that costs several times the copying. Pages come as they are touched: staging that
+    is never used, as on one host, takes no memory. The array keeps the mapping alive."""
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
