@@ -46,10 +46,12 @@ def decode() -> Iterator[RemoteDecode]:
         yield remote
 
 
-@pytest.fixture(scope="module", params=["ucx", "sockets"])
+@pytest.fixture(scope="module", params=["ucx", "sockets", "ucx on one host"])
 def frail_decode(request: pytest.FixtureRequest) -> Iterator[RemoteDecode]:
     """One with a short lease, for the tests that let it run out."""
-    with remote_decode(DecodeOptions(lease_s=SHORT_LEASE_S, transport=request.param)) as remote:
+    transport, _, one_host = request.param.partition(" ")
+    options = DecodeOptions(lease_s=SHORT_LEASE_S, transport=transport, shares_ring=bool(one_host))
+    with remote_decode(options) as remote:
         yield remote
 
 
