@@ -5,6 +5,7 @@ Health of "" and of each service: NOT_SERVING until told otherwise, so that a po
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,9 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import StartupError
 
+# At DEBUG, gRPC logs the server that it is just freeing, where that never served: in whatever keeps the record (a test's
+# capture, an error reporter) it is then freed a second time, which kills the process.
+_FREES_WHAT_IT_LOGS: Final = "grpc._cython.cygrpc"
 # With it a second server on the port would silently take half of the calls.
 _NO_SHARED_PORT: Final = {"grpc.so_reuseport": 0}
 
@@ -26,6 +30,7 @@ class GrpcServer:
 
         Raises StartupError where the port can't be had; `remedy` says in it what to do.
         """
+        logging.getLogger(_FREES_WHAT_IT_LOGS).setLevel(logging.INFO)
         self.server = grpc.aio.server(options=tuple({**_NO_SHARED_PORT, **options}.items()))
         try:
             self.port = self.server.add_insecure_port(f"{bracketed(host)}:{port}")

@@ -120,6 +120,7 @@ def load_libucp(configured: str = "") -> tuple[Any, str]:
     """The library and where it was found: `configured` only, if given; else the system's (it has verbs where the
     hardware has RDMA) if it is recent enough; else the wheel's (it has no verbs). Raises TransportError
     (UNAVAILABLE)."""
+    _keep_hooks_out()
     if configured:
         return _load_configured(configured), configured
     version = _probe_system_version()
@@ -128,6 +129,14 @@ def load_libucp(configured: str = "") -> tuple[Any, str]:
     if version:
         log.warning("the system's UCX is too old", version=_dotted(version), minimum=_dotted(MIN_VERSION))
     return _load_from_wheel()
+
+
+def _keep_hooks_out() -> None:
+    """Unless the environment asks for them: UCX would overwrite the first instructions of mmap, munmap, brk and madvise
+    in the running process, for a cache of registrations, while other threads may be executing them (a crash that UCX's
+    own tests see: openucx/ucx pull request 11795); and from then on run in every thread that gives memory back. All
+    memory here is registered by name, so that the cache has nothing to do. UCX reads this as it is loaded, only."""
+    os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
 def _load_configured(path: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -66,3 +68,32 @@ def test_memory_that_nothing_was_gathered_into_takes_no_pages() -> None:
     assert all(not region.view[:: size // 8].any() for region in regions)
     transport.close()
     ring.close()
+
+
+_COMPARE_BEFORE_AND_AFTER = """
+import ctypes
+from kv_transfer.transport.ucx import UcxTransport
+from kv_transfer.transport.ucx_worker import UcxSettings
+
+def code():
+    libc = ctypes.CDLL(None)
+    names = ("mmap", "munmap", "mremap", "brk", "sbrk", "madvise", "malloc", "free")
+    return {name: ctypes.string_at(ctypes.cast(getattr(libc, name), ctypes.c_void_p), 16) for name in names}
+
+before = code()
+transport = UcxTransport(UcxSettings(net_devices="lo"))
+transport.start()
+transport.allocate(4096)
+changed = [name for name, start in code().items() if start != before[name]]
+transport.close()
+if changed:
+    raise SystemExit(f"UCX rewrote {changed}")
+"""
+
+
+def test_ucx_leaves_the_memory_calls_of_the_process_as_they_are() -> None:
+    """Others' threads may be in the middle of them. In a process of its own: what is patched stays so."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    command = [sys.executable, "-c", _COMPARE_BEFORE_AND_AFTER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr[-500:]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,34 @@ def test_many_rows_of_logits(model: NativeModel) -> None:
     logits = together.step({name: PROMPT[name : name + 9] for name in range(45)})
     for name in (0, 11, 44):
         assert torch.equal(logits[name], Run(model).step({0: PROMPT[name : name + 9]})[0])
+
+
+class Beside:
+    """The library, where `first` happens once just before a step starts: what another thread may do there."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.first: Callable[[], object] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def baton_model_forward(self, *args: Any) -> Any:
+        first, self.first = self.first, None
+        if first is not None:
+            first()
+        return self._library.baton_model_forward(*args)
+
+
+def test_a_larger_step_from_another_thread_does_not_take_a_steps_logits_away(plain_folder: Path) -> None:
+    """The step writes through a bare pointer: memory that is freed meanwhile would be someone else's."""
+    library = Beside(load_library())
+    config = load_model_config(plain_folder)
+    model = NativeModel(config, iter_weights(plain_folder, config), torch.float32, 2, library=library)
+    small, large = Run(model), Run(model)
+    expected = Run(model).step({0: PROMPT[:9]})
+    library.first = lambda: large.step({name: PROMPT[name : name + 2] for name in range(5)})
+    assert torch.equal(small.step({0: PROMPT[:9]}), expected)
 
 
 def test_a_step_may_want_no_logits(model: NativeModel) -> None:

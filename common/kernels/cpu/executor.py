@@ -122,12 +122,14 @@ class NativeModel:
 
     def _forward(self, batch: Batch, kv_cache: KvCache, *, greedy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         rows = batch.logits_rows.numel()
-        if self._logits.shape[0] < rows:
-            self._logits = torch.empty(rows, self._config.vocab_size)
+        logits = self._logits
+        if logits.shape[0] < rows:
+            logits = self._logits = torch.empty(rows, self._config.vocab_size)
         best = torch.empty(rows if greedy else 0, dtype=torch.int64)
         self._check_cache(kv_cache)
         call: Any = ffi.new("baton_batch *")
-        held = []  # the call reads through bare pointers
+        # The call goes through bare pointers, and beside it another thread's may put larger logits into their place.
+        held = []
         for name, kind in _BATCH_FIELDS:
             tensor = getattr(batch, name).contiguous()
             held.append(tensor)
@@ -139,10 +141,10 @@ class NativeModel:
         call.kv_pool = _pointer(kv_cache.data, "void *")
         call.num_blocks = kv_cache.num_blocks
         call.block_size = kv_cache.layout.block_size
-        call.logits = _pointer(self._logits, "float *")
+        call.logits = _pointer(logits, "float *")
         call.greedy = _pointer(best, "int64_t *") if greedy else ffi.NULL
         check(self._lib, self._lib.baton_model_forward(self._handle, call), "forward")
-        return self._logits[:rows], best
+        return logits[:rows], best
 
     def _create(self, num_threads: int, cpus: Sequence[int] | None, spin_us: int) -> Any:
         if cpus is not None and len(cpus) != num_threads - 1:
