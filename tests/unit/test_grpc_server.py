@@ -11,7 +11,9 @@ from common.errors import StartupError
 from common.rpc.grpc_server import GrpcServer
 
 
-async def test_no_log_record_holds_a_server_that_was_given_up_before_it_served(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_log_record_holds_a_server_that_was_given_up_before_it_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """gRPC would log it while freeing it; the record's reference to freed memory ends the process, here or later."""
     with caplog.at_level(logging.DEBUG):
         bound = GrpcServer("127.0.0.1", 0, options={}, remedy="")
