@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import StartupError
 
-# At DEBUG, gRPC logs the server that it is just freeing, where that never served: in whatever keeps the record (a test's
-# capture, an error reporter) it is then freed a second time, which kills the process.
+# At DEBUG, gRPC logs the server that it is just freeing, where that never served: in whatever keeps the record (a
+# test's capture, an error reporter) it is then freed a second time, which kills the process.
 _FREES_WHAT_IT_LOGS: Final = "grpc._cython.cygrpc"
 # With it a second server on the port would silently take half of the calls.
 _NO_SHARED_PORT: Final = {"grpc.so_reuseport": 0}
