@@ -66,6 +66,12 @@ class Settings(BaseModel):
     quantization: Literal["none", "int8", "int4"] = Field(
         "none", description="weights in 8 or 4 bits; the same in routers and workers"
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="processes that a worker's model is shared out to; prefill and decode workers may differ",
+    )
     max_model_len: int = Field(0, ge=0, description="context in tokens; 0: the model's own")
 
     # how many (baton serve)

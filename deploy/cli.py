@@ -46,6 +46,7 @@ _WORKER_OPTIONS = (
     "dtype",
     "device",
     "quantization",
+    "tensor_parallel",
     "host",
     "grpc_port",
     "advertise_host",
@@ -71,7 +72,7 @@ def root(context: typer.Context) -> None:
 @app.command()
 @takes_settings(
     "host", "port", "grpc_port", "router_processes", "prefill", "decode", "model", "dtype", "device", "quantization",
-    "kv_cache_bytes", "redis_url",
+    "tensor_parallel", "kv_cache_bytes", "redis_url",
 )  # fmt: skip
 def serve(
     settings: Settings,

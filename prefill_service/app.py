@@ -29,7 +29,7 @@ async def run(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Raises StartupError, before anything listens, where it can't start."""
     loaded = load(settings)
     heap.settle()
-    with stop_on_signals() as stop:
+    with loaded, stop_on_signals() as stop:
         await serve(settings, loaded, stop)
 
 
@@ -68,6 +68,7 @@ async def serve(
                 ),
                 close_transfers=stack.aclose,
                 measured_rates=loaded.rates,
+                model_failure=loaded.model_failure,
             )
             await WorkerHost(binding, parts).serve(stop, on_ready)
     finally:

@@ -10,7 +10,8 @@ from common.device import sampler_for
 from common.engine.batch import Batch, ScheduledSequence, build_batch
 from common.engine.extras import not_finite, sample_with_extras
 from common.engine.runner import SampledExtras, StepResult
-from common.kvcache.kv_cache import TORCH_DTYPES, KvCache
+from common.kvcache.interface import KvPool
+from common.kvcache.kv_cache import TORCH_DTYPES
 from common.model.interface import GreedyModel, Model
 from common.sampling_params import SamplingParams
 
@@ -18,7 +19,7 @@ from common.sampling_params import SamplingParams
 class ModelRunner:
     """Implements Runner. Borrows model and KV cache; not thread-safe. Raises ValueError if their dtypes differ."""
 
-    def __init__(self, model: Model, kv_cache: KvCache) -> None:
+    def __init__(self, model: Model, kv_cache: KvPool) -> None:
         if TORCH_DTYPES[kv_cache.layout.dtype] != model.dtype:
             raise ValueError(f"model computes in {model.dtype}, the KV cache holds {kv_cache.layout.dtype}")
         self._model = model
@@ -35,7 +36,7 @@ class ModelRunner:
                 self._kv_cache.copy_blocks(copies)
             batch = build_batch(scheduled, self._kv_cache.layout.block_size, self._kv_cache.device)
             if any(s.extras is not None for s in scheduled):
-                return sample_with_extras(self._sampler, scheduled, self._model.forward(batch, self._kv_cache))
+                return sample_with_extras(self._sampler, scheduled, self._model.forward(batch, self._kv_cache.own))
             drawn = self._draw(batch, scheduled)
         tokens = iter(drawn)
         token_ids = [None if s.sampling is None else next(tokens) for s in scheduled]
@@ -48,9 +49,9 @@ class ModelRunner:
         """One token a row of batch.logits_rows, from the model's own logits; None where the row isn't finite."""
         sampling = [(s.sampling, s.output_index) for s in scheduled if s.sampling is not None]
         if self._greedy_model is not None and all(params.is_greedy for params, _ in sampling):
-            best: list[int] = self._greedy_model.forward_greedy(batch, self._kv_cache)[1].tolist()
+            best: list[int] = self._greedy_model.forward_greedy(batch, self._kv_cache.own)[1].tolist()
             return [None if token == -1 else token for token in best]
-        logits = self._model.forward(batch, self._kv_cache)
+        logits = self._model.forward(batch, self._kv_cache.own)
         return self._sampler.sample(logits, [params for params, _ in sampling], [i for _, i in sampling])
 
     def warm_up(self, num_tokens: int) -> None:

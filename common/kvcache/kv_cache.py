@@ -32,18 +32,23 @@ class KvCache:
     Raises ValueError if num_blocks < 1 or the dtype is unknown, MemoryError where the memory can't be had.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, memory: torch.Tensor | None = None
+    ) -> None:
+        """memory: the pool's own, uint8 zeros of its size, instead of newly allocated."""
         if num_blocks < 1 or layout.dtype not in TORCH_DTYPES:
             raise ValueError(f"no KV cache of {num_blocks} blocks of {layout.dtype!r}")
         shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         num_bytes = layout.num_layers * num_blocks * layout.block_bytes
-        self.data = zeroed_memory(num_bytes, device).view(TORCH_DTYPES[layout.dtype]).view(shape)
+        if memory is None:
+            memory = zeroed_memory(num_bytes, device) if num_bytes else torch.empty(0, dtype=torch.uint8)
+        self.data = memory.view(TORCH_DTYPES[layout.dtype]).view(shape)
         self.num_blocks = num_blocks
         self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
         self._layout = layout
         self._native = native_copies(device)
         # Copies move bytes, whatever the dtype: int64 words where a block is a multiple of them, as it is in practice.
-        word = torch.int64 if layout.block_bytes % 8 == 0 else torch.uint8
+        word = torch.int64 if num_bytes and layout.block_bytes % 8 == 0 else torch.uint8
         self._words = self.data.view(layout.num_layers, num_blocks, -1).view(word)
 
     @property
@@ -51,9 +56,14 @@ class KvCache:
         return self._layout
 
     @property
-    def words(self) -> torch.Tensor:
-        """All bytes, whatever the dtype, as [num_layers, num_blocks, words of a block]. A view."""
-        return self._words
+    def words(self) -> tuple[torch.Tensor, ...]:
+        """All bytes, whatever the dtype, each part as [num_layers, num_blocks, words of a block]. Views; here one."""
+        return (self._words,)
+
+    @property
+    def own(self) -> KvCache:
+        """What this process computes on: itself."""
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -4,6 +4,9 @@ One layer:  x ─► norm ─► qkv ─► rope ─► write KV ─► attentio
 
 Its relatives differ in little: Qwen2 adds a bias to qkv, Qwen3 normalises the heads of q and k before rope, Mixtral
 has a mixture of experts in the place of the MLP.
+
+As one rank of a tensor-parallel group (common/model/shard.py) it computes its own heads and its slice of the inner
+width: what o and down give are summands, which the group adds up; each rank finds the logits of its own tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +21,24 @@ from common.kernels.interface import Kernels
 from common.kvcache.kv_cache import KvCache
 from common.model.config import ModelConfig
 from common.model.rope import cos_sin, inverse_frequencies
+from common.model.shard import shard_config
 from common.model.weights import LayerWeights, LlamaWeights
+from common.parallel.communicator import Communicator
 
 
 class LlamaModel:
-    """Implements Model. Owns the weights; the KV cache is the caller's."""
+    """Implements Model. Owns the weights; the KV cache is the caller's.
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Kernels[Any]) -> None:
+    group: of which this is a rank, whose weights and KV cache these are then. All ranks run the same steps; forward's
+    logits are rank 0's, the others' are empty.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: LlamaWeights, kernels: Kernels[Any], group: Communicator | None = None
+    ) -> None:
         self._config = config
+        self._group = group
+        self._share = config if group is None else shard_config(config, group.shard)
         self._weights = weights
         self._kernels = kernels
         self._inv_freq = inverse_frequencies(config).to(weights.embed.device)
@@ -44,16 +57,30 @@ class LlamaModel:
         kernels, weights, eps = self._kernels, self._weights, self._config.rms_norm_eps
         plan = kernels.plan_attention(batch, kv_cache.layout.block_size, self.dtype)
         angles = cos_sin(self._inv_freq, batch.positions, self.dtype)
-        residual = functional.embedding(batch.token_ids, weights.embed)
+        residual = self._embed(batch.token_ids)
         x = torch.zeros_like(residual)
         for layer, pool in zip(weights.layers, kv_cache.layers, strict=True):
             x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
-            x = self._attention(x, layer, pool, batch.slot_mapping, angles, plan)
+            x = self._summed(self._attention(x, layer, pool, batch.slot_mapping, angles, plan))
             x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = self._mlp(x, layer)
+            x = self._summed(self._mlp(x, layer))
         rows = batch.logits_rows
         x = kernels.add_rms_norm(x[rows], residual[rows], weights.norm, eps)
-        return kernels.linear(x, weights.lm_head).float()
+        logits = kernels.linear(x, weights.lm_head).float()
+        return logits if self._group is None else self._group.gather_columns(logits, self._config.vocab_size)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], the caller's to change."""
+        embed = self._weights.embed
+        if self._group is None:
+            return functional.embedding(token_ids, embed)
+        own = token_ids - self._group.shard.of(self._config.vocab_size).start
+        rows = functional.embedding(own.clamp(0, max(0, len(embed) - 1)), embed)
+        elsewhere = (own < 0) | (own >= len(embed))
+        return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0.0))
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._group is None else self._group.all_reduce(x)
 
     def _attention(
         self,
@@ -64,7 +91,9 @@ class LlamaModel:
         angles: tuple[torch.Tensor, torch.Tensor],
         plan: Any,
     ) -> torch.Tensor:
-        kernels, num_heads, num_kv_heads = self._kernels, self._config.num_heads, self._config.num_kv_heads
+        kernels, num_heads, num_kv_heads = self._kernels, self._share.num_heads, self._share.num_kv_heads
+        if num_heads == 0:
+            return torch.zeros_like(x)
         qkv = kernels.linear(x, layer.qkv, layer.qkv_bias)
         qkv = qkv.view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:

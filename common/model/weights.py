@@ -28,7 +28,8 @@ from common.model.checkpoint import (
     opened,
 )
 from common.model.config import ModelConfig
-from common.model.quantization import Quantization, quantization_of
+from common.model.quantization import GROUP_SIZE, Quantization, quantization_of
+from common.model.shard import WHOLE, Shard, shard_config, tensor_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +78,49 @@ def _read(found: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, file.get_tensor(name)
 
 
+def _iter_shares(
+    found: dict[str, Path], config: ModelConfig, shard: Shard, quantization: Quantization
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As _read, of one rank's share of each tensor: nothing else is read, but for the rest of the groups at the edges
+    of a quantised matrix's columns, which are rounded together."""
+    for path in sorted(set(found.values())):
+        with opened(path, "pt") as file:
+            for name, where in found.items():
+                if where != path:
+                    continue
+                rows, columns = tensor_share(name, config, shard)
+                held = quantization_of(name, config, quantization)
+                stored = file.get_slice(name)
+                if columns == slice(None):
+                    yield name, _rounded(stored[rows], held)
+                elif held == "none":
+                    yield name, stored[rows, columns]
+                else:
+                    first = columns.start // GROUP_SIZE * GROUP_SIZE
+                    end = min(-(-columns.stop // GROUP_SIZE) * GROUP_SIZE, stored.get_shape()[1])
+                    whole_groups = _rounded(stored[rows, first:end], held)
+                    yield name, whole_groups[:, columns.start - first : columns.stop - first]
+
+
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: Quantization = "none"
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization = "none",
+    shard: Shard = WHOLE,
 ) -> LlamaWeights:
     """Check, then load into `dtype` on `device`; matrices that are quantised are rounded to what their codes stand for.
+    shard: of a tensor-parallel group, whose share alone is read and held; shapes are those of shard_config.
     Raises StartupError like check_weights."""
-    stored = iter_weights(folder, config)
-    destinations = _Destinations(config, dtype, device)
+    found = check_weights(folder, config)
+    destinations = _Destinations(shard_config(config, shard), dtype, device)
     layers = tuple(_layer(config, destinations, f"model.layers.{i}.") for i in range(config.num_layers))
     embed = destinations.place(EMBED)
     lm_head = embed if config.tie_word_embeddings else destinations.place(LM_HEAD)
     weights = LlamaWeights(embed=embed, layers=layers, norm=destinations.place(NORM), lm_head=lm_head)
-    for name, tensor in stored:
-        destinations.of[name].copy_(_rounded(tensor, quantization_of(name, config, quantization)))
+    for name, tensor in _iter_shares(found, config, shard, quantization):
+        destinations.of[name].copy_(tensor)
     return weights
 
 
@@ -149,6 +180,6 @@ def _layer(config: ModelConfig, to: _Destinations, prefix: str) -> LayerWeights:
 
 
 def _rounded(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    if quantization == "none":
+    if quantization == "none" or not tensor.numel():
         return tensor
     return quantize(tensor, 8 if quantization == "int8" else 4).dequantized()

@@ -11,7 +11,7 @@ import numpy as np
 from common.engine.batch import ScheduledSequence
 from common.engine.cost_rates import CostRates, quantised_ns
 from common.engine.model_runner import ModelRunner
-from common.kvcache.kv_cache import KvCache
+from common.kvcache.interface import KvPool
 from common.model.config import ModelConfig
 from common.sampling_params import SamplingParams
 
@@ -19,7 +19,7 @@ CHUNK_TOKENS: Final = 64
 REPEATS: Final = 3
 
 
-def measure_rates(runner: ModelRunner, kv_cache: KvCache, config: ModelConfig) -> CostRates:
+def measure_rates(runner: ModelRunner, kv_cache: KvPool, config: ModelConfig) -> CostRates:
     """A few steps and copies, the least of each. Overwrites the first blocks of the cache: before any is in use."""
     block_size = kv_cache.layout.block_size
     num_tokens = max(1, min(CHUNK_TOKENS, kv_cache.num_blocks * block_size, config.max_position_embeddings) - 1)

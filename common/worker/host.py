@@ -61,7 +61,7 @@ OnReady = Callable[[WorkerInfo], None]
 class WorkerParts:
     """What a phase brings. services: full gRPC names besides the worker's own, added to the server already.
     close_transfers: called once, after the engine has stopped; idempotent. measured_rates: what steps take, until
-    enough have run."""
+    enough have run. model_failure: why the model can't compute any more, as one line; asked a few times a second."""
 
     scheduler: Scheduler
     runner: Runner
@@ -70,6 +70,7 @@ class WorkerParts:
     transfer_metrics: Sequence[Collector]
     close_transfers: Callable[[], Awaitable[None]]
     measured_rates: CostRates
+    model_failure: Callable[[], str | None]
 
 
 class WorkerHost:
@@ -167,6 +168,8 @@ class WorkerHost:
         return WATCH_INTERVAL_S + self._grace_s + LINGER_S + ABORT_TIMEOUT_S + STAGE_TIMEOUT_S
 
     def _engine_failure(self) -> str | None:
+        if (model_failure := self._parts.model_failure()) is not None:
+            return model_failure
         if self._engine.failure is not None:
             return self._engine.failure
         if not self._engine.is_alive:

@@ -19,12 +19,18 @@ from common.kernels.cpu.executor import NativeModel
 from common.kvcache.block_pool import BlockPool
 from common.kvcache.host_arena import HostArena
 from common.kvcache.host_tier import HostTier
+from common.kvcache.interface import KvPool
 from common.kvcache.kv_cache import TORCH_DTYPES, KvCache, num_blocks_for
 from common.kvcache.layout import LAYOUT_NAME, KvLayout
 from common.kvcache.prefix_cache import PrefixCache
 from common.model.config import ModelConfig, load_model_config, resolve_dtype
 from common.model.fingerprint import model_fingerprint
+from common.model.interface import Model
 from common.model.loader import load_model
+from common.parallel.model import GroupPlan, load_group
+from common.parallel.ranks import Ranks
+from common.parallel.shared_kv import part_layouts
+from common.support import check_support
 from common.telemetry import get_logger
 from common.worker.calibration import measure_rates
 from kv_transfer.types import KvFormat
@@ -37,16 +43,28 @@ _log = get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """max_model_len: tokens of a sequence that settings, model and KV pool all allow. host_slots: blocks that the host
-    tier has room for; 0: there is none. rates: as measured when it was loaded."""
+    tier has room for; 0: there is none. rates: as measured when it was loaded. ranks: the other processes of a
+    tensor-parallel group; they end with its context."""
 
     name: str
     config: ModelConfig
     fmt: KvFormat
-    kv_cache: KvCache
+    kv_cache: KvPool
     runner: ModelRunner
     max_model_len: int
     host_slots: int
     rates: CostRates = DEFAULT_RATES
+    ranks: Ranks | None = None
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def model_failure(self) -> str | None:
+        return None if self.ranks is None else self.ranks.failure
 
     def prefix_cache(self, pool: BlockPool) -> PrefixCache:
         """On top of `pool`, with the host tier that the settings ask for. Raises StartupError where its memory can't be
@@ -74,46 +92,104 @@ class LoadedModel:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where and as what a model is to be loaded. num_threads: of the whole worker."""
+
+    folder: Path
+    config: ModelConfig
+    layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+    device: torch.device
+    num_threads: int
+
+
 def load(settings: Settings) -> LoadedModel:
     """Blocks for seconds. Raises StartupError, one line, for a bad model folder and for too little KV memory."""
     folder = Path(settings.model)
-    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     config = load_model_config(folder)
     dtype = resolve_dtype(settings.dtype, config)
     device = resolve_device(settings.device)
+    check_support(config.architecture, dtype, settings.quantization, settings.tensor_parallel, device.type)
     layout = KvLayout(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
-    num_blocks = num_blocks_for(layout, settings.kv_cache_bytes)
+    parts = part_layouts(layout, config, settings.tensor_parallel)
+    num_blocks = settings.kv_cache_bytes // sum(part.num_layers * part.block_bytes for part in parts)
     max_model_len = context_limit(settings, config, num_blocks)
     held = settings.quantization
-    _log.info("loading weights", folder=str(folder), dtype=dtype, quantization=held, device=str(device))
-    torch.set_num_threads(1)  # quantising takes many small operations: on a busy machine threads would cost, not save
-    model = load_model(
-        folder,
-        TORCH_DTYPES[dtype],
-        device,
-        kernels=settings.kernels,
-        num_threads=num_threads,
-        quantization=held,
+    place = _Place(
+        folder=folder,
+        config=config,
+        layout=layout,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        device=device,
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
     )
-    # The native executor has threads of its own; torch's would only wait for them spinning, on the same cores.
-    torch.set_num_threads(1 if isinstance(model, NativeModel) else num_threads)
+    _log.info("loading weights", folder=str(folder), dtype=dtype, quantization=held, device=str(place.device))
+    torch.set_num_threads(1)  # quantising takes many small operations: on a busy machine threads would cost, not save
     try:
-        kv_cache = KvCache(layout, num_blocks, device)
+        model, kv_cache, ranks = (
+            _load_group(settings, place) if settings.tensor_parallel > 1 else _load(settings, place)
+        )
     except MemoryError:
         raise StartupError(
             f"no memory for a KV cache of {settings.kv_cache_bytes} bytes: set kv_cache_bytes lower"
         ) from None
-    if settings.cuda_graphs:
-        model = with_captured_decodes(model, kv_cache, settings.kernels, settings.max_running, max_model_len)
-    runner = ModelRunner(model, kv_cache)
-    _log.info("warming up", kv_blocks=num_blocks)
-    runner.warm_up(WARM_UP_TOKENS)
-    rates = measure_rates(runner, kv_cache, config)
+    try:
+        runner = ModelRunner(model, kv_cache)
+        _log.info("warming up", kv_blocks=num_blocks)
+        runner.warm_up(WARM_UP_TOKENS)
+        rates = measure_rates(runner, kv_cache, config)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     _log.info("measured", **asdict(rates))
     fmt = KvFormat(model_fingerprint(folder, held), LAYOUT_NAME, layout)
     host_slots = num_blocks_for(layout, settings.host_kv_bytes)
     name = settings.served_model_name or folder.name
-    return LoadedModel(name, config, fmt, kv_cache, runner, max_model_len, host_slots, rates)
+    return LoadedModel(name, config, fmt, kv_cache, runner, max_model_len, host_slots, rates, ranks)
+
+
+def _load(settings: Settings, place: _Place) -> tuple[Model, KvPool, Ranks | None]:
+    model = load_model(
+        place.folder,
+        TORCH_DTYPES[place.layout.dtype],
+        place.device,
+        kernels=settings.kernels,
+        num_threads=place.num_threads,
+        quantization=settings.quantization,
+    )
+    # The native executor has threads of its own; torch's would only wait for them spinning, on the same cores.
+    torch.set_num_threads(1 if isinstance(model, NativeModel) else place.num_threads)
+    kv_cache = KvCache(place.layout, place.num_blocks, place.device)
+    if settings.cuda_graphs:
+        model = with_captured_decodes(model, kv_cache, settings.kernels, settings.max_running, place.max_model_len)
+    return model, kv_cache, None
+
+
+def _load_group(settings: Settings, place: _Place) -> tuple[Model, KvPool, Ranks | None]:
+    """A share of the threads, and of the weights, for each rank."""
+    if settings.kernels == "native":
+        raise StartupError("the native kernels compute in one process: set kernels=torch, or tensor_parallel=1")
+    size = settings.tensor_parallel
+    num_threads = max(1, place.num_threads // size)
+    _log.info("tensor parallelism: torch computes, not the native kernels", ranks=size, threads_each=num_threads)
+    plan = GroupPlan(
+        folder=place.folder,
+        size=size,
+        layout=place.layout,
+        num_blocks=place.num_blocks,
+        quantization=settings.quantization,
+        num_threads=num_threads,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+        name=settings.worker_id,
+    )
+    group = load_group(plan, place.config)
+    torch.set_num_threads(num_threads)
+    return group.model, group.kv_pool, group.ranks
 
 
 def context_limit(settings: Settings, config: ModelConfig, num_blocks: int) -> int:
