@@ -15,8 +15,8 @@ Device = Literal["cpu", "cuda"]
 
 
 class Support(StrEnum):
-    """TESTED: runs in this repository's tests. COMPILED: its kernels are compiled and compared under an interpreter, not
-    run on the device by the tests. NOT_YET: refused at start."""
+    """TESTED: runs in this repository's tests. COMPILED: its kernels are compiled, and compared under an interpreter;
+    no test runs them on the device. NOT_YET: refused at start."""
 
     TESTED = "tested here"
     COMPILED = "compiled only"
@@ -67,7 +67,7 @@ TABLE: Final = (
         _SEVERAL,
         "cuda",
         Support.NOT_YET,
-        "ranks share KV by host memory, NCCL is missing",
+        "ranks meet by gloo and host memory",
     ),
 )
 
@@ -93,8 +93,8 @@ def markdown() -> str:
     lines = [
         "# What runs, and how far it was tried",
         "",
-        "Made by `python -m common.support`; do not edit. A worker that is asked for a combination that is *not yet* refuses to",
-        "start, in these words. FP8 weights and KV are not yet, on any device.",
+        "Made by `python scripts/support_page.py` from `common/support.py`; do not edit. A worker that is asked for a",
+        "combination that is *not yet* refuses to start, in these words. FP8 weights and KV are not yet, on any device.",
         "",
         "| family | dtype | quantization | ranks | device | state | what computes, or why not |",
         "|---|---|---|---|---|---|---|",
@@ -114,11 +114,7 @@ def markdown() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*tested here*: runs in this repository's tests, on CPUs. *compiled only*: compiled ahead of time and compared with the",
-        "reference under an interpreter; no test runs it on the device.",
+        "*tested here*: runs in this repository's tests, on CPUs. *compiled only*: compiled ahead of time, and compared",
+        "with the reference under an interpreter; no test runs it on the device.",
     ]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -27,8 +27,9 @@ def page() -> str:
     return f"""\
 # Sizing
 
-Made by `python scripts/sizing_page.py` from `common/sizing.py`; do not edit. bfloat16 weights and KV, {TENSOR_PARALLEL} GPUs
-a worker, blocks of {BLOCK_SIZE} tokens, {USABLE_RATIO:.0%} of a GPU's memory for weights and KV. Computed, not measured.
+Made by `python scripts/sizing_page.py` from `common/sizing.py`; do not edit. bfloat16 weights and KV, blocks of
+{BLOCK_SIZE} tokens, {TENSOR_PARALLEL} GPUs a worker, of whose memory {USABLE_RATIO:.0%} is for weights and KV.
+Computed, not measured.
 
 ## Memory
 
@@ -36,20 +37,20 @@ a worker, blocks of {BLOCK_SIZE} tokens, {USABLE_RATIO:.0%} of a GPU's memory fo
 |---|---|---|{"---|" * len(GPUS)}
 {_rows(_memory)}
 
-A group's block holds all heads of {BLOCK_SIZE} tokens, an eighth on each GPU; in brackets the tokens that all blocks hold.
+A group's block holds all heads of {BLOCK_SIZE} tokens, an eighth on each GPU; in brackets the tokens of all blocks.
 
 ## What disaggregation sends
 
-KV of 1,000 prompt tokens, and the time it takes at line rate. A network card a GPU multiplies the rate by {TENSOR_PARALLEL}.
+KV of 1,000 prompt tokens, and the time it takes at the line rate of one network card.
 
 | model | bytes | {" | ".join(f"{rate} Gb/s" for rate in GIGABITS)} | prefill of them | overhead at 400 Gb/s |
 |---|---|{"---|" * len(GIGABITS)}---|---|
 {_rows(_network)}
 
-Prefill: two FLOPs a weight and token on eight H100 at half their peak (8 × 495 TFLOP/s), attention left out. Overhead is transfer over
-prefill were nothing overlapped; chunks are sent while the next ones are computed, so that below 100 % it costs the tail of the
-last chunk only. Above 100 % the network bounds the prefill worker: that is where placement prefers cached prefixes, and a decode
-worker that computes short prompts itself ([PLACEMENT.md](PLACEMENT.md)).
+Prefill: two FLOPs a weight and token on eight H100 at half their peak (8 × 495 TFLOP/s), attention left out. Overhead
+is transfer over prefill, were nothing overlapped; chunks are sent while the next ones are computed, so that below
+100 % it costs the tail of the last chunk only. Above 100 % the network bounds the prefill worker: there placement
+prefers cached prefixes, and decode workers that compute short prompts themselves ([PLACEMENT.md](PLACEMENT.md)).
 """
 
 

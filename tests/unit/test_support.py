@@ -51,4 +51,4 @@ def test_the_rest_is_let_through() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == markdown(), "run: python -m common.support > docs/SUPPORT.md"
+    assert PAGE.read_text() == markdown(), "run: python scripts/support_page.py > docs/SUPPORT.md"
