@@ -94,7 +94,7 @@ def markdown() -> str:
         "# What runs, and how far it was tried",
         "",
         "Made by `python scripts/support_page.py` from `common/support.py`; do not edit. A worker that is asked for a",
-        "combination that is *not yet* refuses to start, in these words. FP8 weights and KV are not yet, on any device.",
+        "combination that is *not yet* refuses to start, in these words. FP8 weights and KV: not yet, anywhere.",
         "",
         "| family | dtype | quantization | ranks | device | state | what computes, or why not |",
         "|---|---|---|---|---|---|---|",
@@ -114,7 +114,7 @@ def markdown() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*tested here*: runs in this repository's tests, on CPUs. *compiled only*: compiled ahead of time, and compared",
+        "*tested here*: runs in this repository's tests, on CPUs. *compiled only*: compiled ahead of time, compared",
         "with the reference under an interpreter; no test runs it on the device.",
     ]
     return "\n".join(lines) + "\n"
