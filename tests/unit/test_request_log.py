@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from router.observers import Observers
 from router.request_record import Failure, Refusal
 from router.timeline import Timeline
 from tests.fakes.router_parts import PROMPT, Bench, make_spec, settle, until
+from tests.logging_state import logging_restored
 
 TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "", sampled=True)
 BAD_ENDS = ("request failed", "request aborted", "request refused")
@@ -128,12 +128,8 @@ async def test_without_a_trace_there_is_no_trace_id(bench, lines):
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+    with logging_restored():
+        yield
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
