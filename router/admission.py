@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
-from common.errors import BatonError, ErrorKind
+from common.errors import BatonError, ErrorKind, invalid
 from router.policy.admission import (
     AtWorkers,
     Backlog,
@@ -103,7 +103,10 @@ class Admission(Generic[R]):
     # -- before and in the queue
 
     def check_room(self, num_waiting_and_running: int, num_requests: int, tenant: str, weight: float) -> None:
-        """Raises OVERLOADED where so many more of this tenant's would be too many."""
+        """Raises OVERLOADED where so many more of this tenant's would be too many now, INVALID_REQUEST where always."""
+        if num_requests > self._max_requests:
+            message = f"{num_requests} continuations are asked for at once; this server takes {self._max_requests}"
+            raise invalid(f"{message}: ask for fewer prompts, or a smaller `n`", "n")
         free = self._max_requests - num_waiting_and_running
         usage = self._usage.get(tenant)
         own = 0 if usage is None else usage.num_requests

@@ -33,6 +33,8 @@ class GenerationGroup:
                 self._open.update(choices)
         except BaseException as error:
             self.close()
+            for waiting in specs[index + 1 :]:
+                state.quotas.release(waiting.lease_id, 0)
             if isinstance(error, BatonError):
                 spec = specs[index]
                 state.refuse(error, spec.request_id, spec.trace, spec.operation, spec.received_at)

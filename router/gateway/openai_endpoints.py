@@ -9,7 +9,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import BatonError
+from common.errors import BatonError, invalid
 from router.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope
 from router.gateway.group import GenerationGroup
 from router.gateway.http_request import max_body_bytes, read_body, request_id_of, tenant_of, timeouts_of, trace_of
@@ -19,6 +19,7 @@ from router.gateway.responses import EventStream, WholeAnswer
 from router.gateway.state import GatewayState
 from router.gateway.validation import check_choices, check_model, prepare
 from router.spec import GenerationSpec
+from router.tenancy.tenant import Tenant
 
 # OpenAI's default for completions; a chat answer may go up to the context.
 COMPLETION_MAX_TOKENS: Final = 16
@@ -62,13 +63,14 @@ class OpenAiEndpoints:
         # Before work is put into tokenizing what would be turned away.
         sampling = body.asked_sampling()
         check_choices(sampling, self._state.settings.max_choices)
+        _check_list(len(prompts), tenant_of(request))
         self._state.dispatcher.check_room(len(prompts) * sampling.num_choices, tenant_of(request))
         timeouts_s = timeouts_of(request, body.timeout)
         trace = trace_of(request, self._state.sampler)
-        return [
-            await prepare(
-                self._state,
-                Asked(
+        specs: list[GenerationSpec] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                asked = Asked(
                     request_id=request_id_of(request),
                     model=body.model or "",
                     prompt=prompt,
@@ -81,10 +83,14 @@ class OpenAiEndpoints:
                     trace=trace if trace is None or index == 0 else trace.sibling(),
                     tenant=tenant_of(request),
                     priority=body.priority,
-                ),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+                )
+                specs.append(await prepare(self._state, asked))
+        except BaseException:
+            # What was granted to the first prompts of a refused list is not held against the tenant's next request.
+            for spec in specs:
+                self._state.quotas.release(spec.lease_id, 0)
+            raise
+        return specs
 
     def _envelope(self, body: GenerationBody, answer_id: str) -> Envelope:
         return Envelope(
@@ -132,3 +138,12 @@ class OpenAiEndpoints:
             with_empty_text=bool(body.return_token_ids),
             only_text=not body.return_token_ids and not wants_logprobs,
         )
+
+
+def _check_list(num_prompts: int, tenant: Tenant) -> None:
+    """Raises INVALID_REQUEST for more prompts in one request than the tenant can ever have: waiting would not help."""
+    for limit in ("max_concurrent", "requests_per_minute"):
+        bound = getattr(tenant, limit)
+        if 0 < bound < num_prompts:
+            message = f"`prompt` has {num_prompts} prompts; tenant {tenant.name} has a {limit} of {bound}: send fewer"
+            raise invalid(message, "prompt")

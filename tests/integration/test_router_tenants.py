@@ -101,6 +101,29 @@ async def test_over_quota_is_429_with_the_time_to_wait(folder):
         cluster.assert_nothing_left()
 
 
+async def test_what_a_refused_list_of_prompts_was_granted_is_given_back_at_once(folder):
+    """Whether the quota or a later prompt is why. Time stands still for the quotas: no lease runs out by itself."""
+    async with keyed_cluster(folder, max_concurrent=3) as cluster:
+        quotas = cluster.router.dispatcher._leases
+        bad = await cluster.http.post("/v1/completions", json=body(prompt=[[1], [2], [1 << 30]]), headers=KEY)
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "prompt[2]")
+        assert (quotas._granted, quotas._leases) == ({}, {})
+        elsewhere = await quotas.acquire(Tenant("acme", "", max_concurrent=3), 1)
+        full = await cluster.http.post("/v1/completions", json=body(prompt=["a", "b", "c"]), headers=KEY)
+        assert full.status_code == 429
+        assert (list(quotas._granted), quotas._leases) == ([elsewhere], {})
+        quotas.release(elsewhere, 0)
+        cluster.assert_nothing_left()
+
+
+async def test_more_prompts_than_a_tenant_can_ever_have_at_once_are_the_requests_fault(folder):
+    """Waiting does not help, so nobody is told to."""
+    async with keyed_cluster(folder, max_concurrent=3) as cluster:
+        answer = await cluster.http.post("/v1/completions", json=body(prompt=["a"] * 4), headers=KEY)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+        assert "retry-after" not in answer.headers
+
+
 async def test_two_routers_give_one_quota(folder):
     async with keyed_cluster(folder, requests_per_minute=6) as cluster:
         base = {"model": str(folder), "port": 0, "redis_url": cluster.redis_server.url, "cluster": CLUSTER}

@@ -135,6 +135,15 @@ async def test_what_can_not_have_its_first_token_in_time_is_refused_at_once_with
     bench.dispatcher.submit(make_spec(timeout_s=3.0), lambda: None).abort()
 
 
+async def test_more_than_the_router_can_ever_hold_is_no_overload():
+    """A client that is told to come back later would do so for ever."""
+    dispatcher = Bench(max_in_flight=10).dispatcher
+    dispatcher.check_room(10)
+    with pytest.raises(BatonError, match="11 continuations") as caught:
+        dispatcher.check_room(11)
+    assert caught.value.kind is ErrorKind.INVALID_REQUEST
+
+
 async def test_a_tenant_that_floods_leaves_room_for_others():
     bench = Bench(max_in_flight=10)
     runs = [bench.dispatcher.submit(of("flood"), lambda: None) for _ in range(5)]
