@@ -109,6 +109,20 @@ def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
+def device_used_ratio() -> float:
+    """Of a GPU's memory; what torch could still hand out counts as free. 0 where no step runs on one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return 1 - (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / total
+
+
+def release_cached_memory() -> None:
+    """Give back what torch keeps of a GPU's memory for later; nothing where no step runs on one."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
 def native_copies(device: torch.device) -> BlockCopy | None:
     """Copies between a pool and packed bytes that are both the CPU's; None where there are none."""
     return load_block_copy() if device.type == "cpu" else None

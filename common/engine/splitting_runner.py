@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from common.device import release_cached_memory
 from common.engine.batch import ScheduledSequence
 from common.engine.runner import Runner, SampledExtras, StepResult
 from common.errors import BatonError, ErrorKind
@@ -38,8 +39,7 @@ class SplittingRunner:
             num_tokens = sum(len(s.token_ids) for s in scheduled)
             _log.warning("no memory for a step: running it in parts", sequences=len(scheduled), tokens=num_tokens)
         # Outside the handler: its traceback would keep the failed step's tensors alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_cached_memory()
         if len(scheduled) > 1:
             middle = len(scheduled) // 2
             return _joined(self.execute(scheduled[:middle]), self.execute(scheduled[middle:]), middle)

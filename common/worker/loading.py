@@ -111,7 +111,7 @@ def load(settings: Settings) -> LoadedModel:
     config = load_model_config(folder)
     dtype = resolve_dtype(settings.dtype, config)
     device = resolve_device(settings.device)
-    check_support(config.architecture, dtype, settings.quantization, settings.tensor_parallel, device.type)
+    check_support(config.architecture, dtype, settings.quantization, settings.tensor_parallel, str(device))
     layout = KvLayout(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     parts = part_layouts(layout, config, settings.tensor_parallel)
     num_blocks = settings.kv_cache_bytes // sum(part.num_layers * part.block_bytes for part in parts)

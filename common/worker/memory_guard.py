@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-import torch
 
+from common.device import device_used_ratio
 from common.engine.messages import MemoryCommand, MemoryPressure
 from common.telemetry import get_logger
 
@@ -66,14 +66,6 @@ def host_used_ratio(cgroup: Path = _CGROUP) -> float:
         droppable = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
         used = max(used, (int((cgroup / "memory.current").read_text()) - droppable) / limit)
     return used
-
-
-def device_used_ratio() -> float:
-    """What torch could still hand out counts as free. 0 without a device."""
-    if not torch.cuda.is_available():
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    return 1 - (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / total
 
 
 async def watch_memory(limits: MemoryLimits, tell: Callable[[MemoryCommand], None]) -> None:

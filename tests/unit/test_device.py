@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-QUESTIONS = re.compile(r"device\.type\b|\.is_cuda\b|cuda\.is_available|version\.cuda")
+QUESTIONS = re.compile(r"device\.type\b|\.is_cuda\b|cuda\.is_available|cuda\.is_initialized|version\.cuda")
 
 
 def test_only_the_device_layer_asks_which_device_it_is() -> None:
