@@ -91,6 +91,7 @@ class RouterSession:
         self.loads: list[worker_pb2.LoadReport] = []
         self.welcome: worker_pb2.Welcome | None = None
         self.num_step_frames = 0
+        self.num_output_frames = 0
         self.error: grpc.aio.AioRpcError | None = None
         self.over = False
         self._read = read
@@ -169,6 +170,7 @@ class RouterSession:
                 self.targets[frame.reserved.transfer_id] = frame.reserved.target
             case "step":
                 self.num_step_frames += 1
+                self.num_output_frames += bool(frame.step.outputs)
                 self.loads.append(frame.step.load)
                 for output in frame.step.outputs:
                     self.legs[output.transfer_id].outputs.append(output)

@@ -104,7 +104,8 @@ class Ranks:
             argv = die_with_parent([sys.executable, "-m", "common.parallel.rank_process", str(theirs.fileno())])
             process = subprocess.Popen(argv, pass_fds=(theirs.fileno(), plan.kv_fd), stdin=subprocess.DEVNULL)
         self._processes.append(process)
-        self._connections[-1].send_bytes(msgspec.msgpack.encode(plan))
+        with suppress(BrokenPipeError):  # it is dead already: wait_ready says so
+            self._connections[-1].send_bytes(msgspec.msgpack.encode(plan))
 
 
 def _death(rank: int, process: subprocess.Popen[bytes]) -> str | None:

@@ -27,7 +27,7 @@ from tests.kv_fakes import (
 )
 from tests.netns import DEVICE, FAR, NEAR, Hosts, enter, two_hosts
 
-LEASE_S = 1.0
+LEASE_S = 3.0  # longer than three retransmissions of one packet take, each of which may be lost
 NUM_BLOCKS = 48
 SEED = 31
 
