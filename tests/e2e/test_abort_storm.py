@@ -124,8 +124,8 @@ async def storm_once(url: str) -> None:
 
 
 def no_growth(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> bool:
-    # Pools that fill up and the one channel by which the workers pull from each other, opened when a first prefix is worth
-    # it, are no leak; a thing of each request, of each abort (60), or of each tenth of them is.
+    # Pools that fill up, and the one channel by which the workers pull from each other, opened when a first prefix is
+    # worth it, are no leak; a thing of each request, of each abort, or of each tenth of them is.
     slack = 16
     return before.keys() == after.keys() and all(
         a <= b + slack for pid in before for a, b in zip(after[pid], before[pid], strict=True)
